@@ -1,0 +1,85 @@
+#include <chrono>
+
+#include "check.h"
+#include "copy_engine.h"
+
+namespace offload {
+
+Copy::Copy(Device& device, std::shared_ptr<Slot> slot, std::size_t bytes)
+    : device_(device),
+      slot_(std::move(slot)),
+      bytes_(bytes),
+      begin_(device.create_event()),
+      end_(device.create_event()) {}
+
+bool Copy::done() const { return end_->query(); }
+
+void Copy::synchronize() const {
+    end_->synchronize();
+    const std::string reason = error();
+    if (!reason.empty()) {
+        throw CopyFailed(detail::concat("synchronize: expected a copy of ", bytes_,
+                                        " bytes to succeed, got: ", reason));
+    }
+}
+
+void Copy::wait(StreamHandle stream) {
+    if (device_.is_caller(stream)) {
+        const auto begin = std::chrono::steady_clock::now();
+        end_->synchronize();
+        const std::chrono::duration<double, std::milli> held =
+            std::chrono::steady_clock::now() - begin;
+        {
+            std::lock_guard<std::mutex> lock(stall_mutex_);
+            caller_stall_ms_ += held.count();
+        }
+        synchronize();
+        return;
+    }
+    if (done()) {
+        return;
+    }
+    auto begin = device_.create_event();
+    auto end = device_.create_event();
+    begin->record(stream);
+    end_->wait(stream);
+    end->record(stream);
+    std::lock_guard<std::mutex> lock(stall_mutex_);
+    stalls_.emplace_back(std::move(begin), std::move(end));
+}
+
+bool Copy::would_block(StreamHandle stream) const { return device_.is_caller(stream) && !done(); }
+
+std::string Copy::error() const {
+    if (!done()) {
+        return "";
+    }
+    if (!queue_error_.empty()) {
+        return queue_error_;
+    }
+    const std::string own = end_->error();
+    if (!own.empty() || upstream_ == nullptr) {
+        return own;
+    }
+    const std::string upstream = upstream_->error();
+    return upstream.empty() ? "" : "the copy to the host that it reads had failed: " + upstream;
+}
+
+double Copy::copy_ms() const { return done() && error().empty() ? end_->elapsed_ms(*begin_) : 0; }
+
+double Copy::stall_ms() const {
+    owner_.check("stall_ms");
+    std::lock_guard<std::mutex> lock(stall_mutex_);
+    double total = caller_stall_ms_;
+    for (const auto& [begin, end] : stalls_) {
+        if (end->query() && end->error().empty()) {
+            total += end->elapsed_ms(*begin);
+        }
+    }
+    return total;
+}
+
+Ticket::Ticket(Device& device, std::shared_ptr<Slot> slot, std::shared_ptr<Copy> offload_copy)
+    : device_(device), slot_(std::move(slot)), offload_copy_(std::move(offload_copy)) {}
+
+}  // namespace offload
