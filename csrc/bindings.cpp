@@ -153,6 +153,7 @@ void bind_objects(py::module_& module) {
     py::class_<Copy, std::shared_ptr<Copy>>(module, "Copy", py::is_final(),
                                             "One copy that was queued.")
         .def("done", &Copy::done, "True when the copy has run, well or not. Never blocks.")
+        .def("settled", &Copy::settled, "True when its copy and stall times will not change.")
         .def("synchronize", &synchronize, "Blocks until it has run. Raises CopyFailed.")
         .def("wait", &wait_for, py::arg("stream"),
              "Work queued on `stream` after this call runs after the copy. Host stream 0 blocks.")

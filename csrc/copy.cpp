@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 
 #include "check.h"
@@ -66,6 +67,15 @@ std::string Copy::error() const {
 }
 
 double Copy::copy_ms() const { return done() && error().empty() ? end_->elapsed_ms(*begin_) : 0; }
+
+bool Copy::settled() const {
+    if (!done()) {
+        return false;
+    }
+    std::lock_guard<std::mutex> lock(stall_mutex_);
+    return std::all_of(stalls_.begin(), stalls_.end(),
+                       [](const auto& stall) { return stall.second->query(); });
+}
 
 double Copy::stall_ms() const {
     owner_.check("stall_ms");

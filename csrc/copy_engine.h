@@ -67,6 +67,10 @@ class Copy {
     std::string error() const;
 
     std::size_t bytes() const { return bytes_; }
+
+    /// True when `copy_ms` and `stall_ms` will not change any more. Never blocks.
+    bool settled() const;
+
     double copy_ms() const;   ///< time on the queue's engine; 0 until done
     double stall_ms() const;  ///< time `wait` held streams up, as far as known now
 

@@ -142,10 +142,12 @@ TEST(rule_03_consuming_stream_waits_for_the_reload) {
     copy->wait(world.compute);
     world.device.enqueue(world.compute, [&] { consumed = target; });
     world.let_others_run();
+    CHECK(!copy->settled());
     gate.open();
     world.synchronize(world.compute);
     CHECK(consumed == source);
     CHECK(!copy->would_block(kCallerStream));
+    CHECK(copy->settled());
     CHECK(copy->stall_ms() > 0);
 }
 

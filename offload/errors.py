@@ -1,0 +1,41 @@
+"""What `offload` raises at run time. Wrong arguments raise ValueError or TypeError instead."""
+
+from __future__ import annotations
+
+
+class OffloadError(RuntimeError):
+    """Base of every run-time error of this package."""
+
+
+class ArenaFull(OffloadError):
+    """The host arena cannot take another tensor without exceeding its cap.
+
+    The step that raises it fails as a whole; its tickets are released with its graph, and the next
+    step works.
+
+    Args:
+        asked_bytes: size of the tensor that did not fit.
+        free_bytes: bytes below the cap that no ticket owns, in all pieces together.
+        cap_bytes: the cap, from `Policy.host_bytes` or 70 % of the memory that was available.
+    """
+
+    def __init__(self, asked_bytes: int, free_bytes: int, cap_bytes: int) -> None:
+        super().__init__(
+            f"store.offload: expected {asked_bytes:,} bytes free in the host arena, got "
+            f"{free_bytes:,} of a cap of {cap_bytes:,}. "
+            "Raise Policy.host_bytes, or use fewer tokens."
+        )
+        self.asked_bytes = asked_bytes
+        self.free_bytes = free_bytes
+        self.cap_bytes = cap_bytes
+
+    def __reduce__(self) -> tuple[type[ArenaFull], tuple[int, int, int]]:
+        return ArenaFull, (self.asked_bytes, self.free_bytes, self.cap_bytes)
+
+
+class TicketPoisoned(OffloadError):
+    """A ticket does not hold its tensor: the copy failed, or the tensor was changed in place."""
+
+
+class LayerRefused(OffloadError):
+    """A layer cannot be run as it is, and running it anyway would give wrong gradients."""

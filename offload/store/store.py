@@ -1,0 +1,287 @@
+"""Tickets, copies in flight and prefetch order, on top of the native copy engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload import _native
+from offload.errors import OffloadError, TicketPoisoned
+from offload.store import engine
+from offload.store.identity import TensorKey, storage_reference, tensor_key
+from offload.store.layout import compact
+from offload.store.statistics import Record
+from offload.store.ticket import Prefetched, Ticket, changed_in_place, version_of
+
+PREFETCH_BYTES = 128 << 20
+"""Reloads started ahead of use, in bytes a device. One ticket is always allowed."""
+
+
+@dataclass
+class _Source:
+    """A tensor that a copy to the host still reads (rule 2), and the ticket to tell of it."""
+
+    copy: _native.Copy
+    tensor: torch.Tensor
+    version: int | None
+    ticket: weakref.ref[Ticket]
+
+
+class Store:
+    """Moves tensors between a device and the host arena. One a process: `default_store()`.
+
+    The ordering rules are the numbered NOTE in `csrc/copy_engine.h`; this class keeps those that
+    concern tensors: sources and dropped buffers stay referenced until their copy is done (2, 6), a
+    foreign tensor that was changed in place poisons its ticket (5), a prefetched buffer is used
+    only on the stream it was allocated for (7). Thread-safe. Finalizers of tickets never enter it
+    (9).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: dict[torch.device, deque[_Source]] = {}
+        self._buffers: list[Prefetched] = []
+        self._last: dict[torch.device, weakref.ref[Ticket]] = {}
+        self._prefetched: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._shared: dict[TensorKey, tuple[weakref.ref[Ticket], StorageWeakRef]] = {}
+        self._untimed: deque[tuple[_native.Copy, Record, bool]] = deque()
+
+    # -- storing ---------------------------------------------------------------------------------
+
+    def keep(
+        self, tensor: torch.Tensor, record: Record | None = None, *, in_order: bool = False
+    ) -> Ticket:
+        """Stores a tensor by reference; with `in_order`, its reload starts those before it."""
+        ticket = Ticket(self, tensor, record)
+        if record is not None:
+            record.kept_tensors += 1
+            record.kept_bytes += tensor.nbytes
+            record.tickets.add(ticket)
+        if in_order:
+            with self._lock:
+                self._link(ticket)
+        return ticket
+
+    def offload(self, tensor: torch.Tensor, record: Record | None = None) -> Ticket:
+        """Starts the copy of a tensor to the host and returns the ticket that owns the bytes.
+
+        The copy is ordered after what the current stream of the tensor's device has queued. The
+        call returns at once, unless copies in flight exceed the engine's bound; then it waits for
+        the oldest. An identical view that is stored already shares its ticket.
+
+        Args:
+            tensor: a plain strided tensor (`identity.is_plain`) on the CPU or a CUDA device.
+                Tensors without elements are kept by reference.
+            record: where to count it.
+
+        Returns:
+            A ticket of tier `host`; with no elements, of tier `device`.
+
+        Raises:
+            ArenaFull: if the host arena cannot take it below its cap.
+            OffloadError: in a forked child, while a CUDA graph is captured, or after the exit
+                began.
+        """
+        if tensor.numel() == 0:
+            return self.keep(tensor, record)
+        self.retire()
+        key = tensor_key(tensor)
+        shared = self._find_shared(key)
+        if shared is not None:
+            return shared
+        source, layout = compact(tensor)
+        native = engine.offload(source, layout.nbytes)
+        ticket = Ticket(self, tensor, record, native, layout)
+        version = version_of(source) if source is tensor else None
+        entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
+        with self._lock:
+            self._sources.setdefault(tensor.device, deque()).append(entry)
+            self._shared[key] = (weakref.ref(ticket), storage_reference(tensor))
+            self._link(ticket)
+            if record is not None:
+                record.offloaded_tensors += 1
+                record.offloaded_bytes += layout.nbytes
+                record.tickets.add(ticket)
+                self._untimed.append((native.offload_copy, record, False))
+        self.retire()
+        return ticket
+
+    def _find_shared(self, key: TensorKey) -> Ticket | None:
+        with self._lock:
+            for stale in [k for k, (ticket, _) in self._shared.items() if ticket() is None]:
+                del self._shared[stale]
+            found = self._shared.get(key)
+        ticket = found[0]() if found is not None else None
+        return ticket if ticket is not None and ticket.native is not None else None
+
+    def _link(self, ticket: Ticket) -> None:
+        ticket.previous = self._last.get(ticket.device)
+        self._last[ticket.device] = weakref.ref(ticket)
+
+    # -- reloading -------------------------------------------------------------------------------
+
+    def prefetch(self, ticket: Ticket) -> None:
+        """Starts a ticket's reload; see `Ticket.prefetch`."""
+        with self._lock:
+            if ticket.native is None or ticket.prefetched is not None or ticket.poison is not None:
+                return
+            try:
+                self._begin_reload(ticket)
+            except (OffloadError, torch.OutOfMemoryError):
+                return  # a hint: whoever needs the tensor meets the error
+
+    def reload(self, ticket: Ticket) -> torch.Tensor:
+        """Brings a ticket's tensor back; see `Ticket.reload`."""
+        self.retire()
+        self._check_source(ticket)
+        kept = ticket.kept_tensor()
+        if kept is not None:
+            self._prefetch_before(ticket)
+            return kept
+        if ticket.native is None or ticket.layout is None:
+            raise OffloadError(
+                "Ticket.reload: expected a live ticket, got a released one. Reload it first."
+            )
+        buffer = self._reloaded_buffer(ticket)
+        return ticket.layout.view(buffer)
+
+    def _reloaded_buffer(self, ticket: Ticket) -> torch.Tensor:
+        stream = engine.compute_stream(ticket.device)
+        with self._lock:
+            if ticket.prefetched is not None and ticket.prefetched.stream != stream:
+                ticket.prefetched = (
+                    None  # rule 7; the buffer stays referenced until its copy is done
+                )
+            if ticket.prefetched is None:
+                self._begin_reload(ticket)
+            reload = ticket.prefetched
+            assert reload is not None
+            ticket.prefetched = None
+            self._prefetched.discard(ticket)
+        self._prefetch_before(ticket)
+        try:
+            with engine.native_errors():
+                reload.copy.wait(stream)
+        except TicketPoisoned as error:
+            ticket.poison = str(error)
+            raise
+        finally:
+            with self._lock:
+                # From here on the stream's own order protects the buffer, also when it is freed.
+                self._buffers = [buffer for buffer in self._buffers if buffer is not reload]
+                if ticket.record is not None:
+                    self._untimed.append((reload.copy, ticket.record, True))
+        return reload.buffer
+
+    def _check_source(self, ticket: Ticket) -> None:
+        """Raises when the copy out failed, or a change of the tensor may overtake it (rule 5)."""
+        with self._lock:
+            for source in self._sources.get(ticket.device, ()):
+                if source.ticket() is ticket:
+                    self._poison_if_changed(source)
+        if ticket.poison is not None:
+            raise TicketPoisoned(ticket.poison)
+
+    def _begin_reload(self, ticket: Ticket) -> None:
+        """Allocates the buffer on the current stream and starts the copy. Requires the lock."""
+        assert ticket.native is not None
+        assert ticket.layout is not None
+        stream = engine.compute_stream(ticket.device)
+        buffer = ticket.layout.new_buffer(ticket.device)
+        try:
+            copy = engine.reload(ticket.native, buffer, stream)
+        except TicketPoisoned as error:
+            ticket.poison = str(error)
+            raise
+        ticket.prefetched = Prefetched(buffer, copy, stream)
+        self._buffers.append(ticket.prefetched)
+        self._prefetched.add(ticket)
+        if ticket.record is not None:
+            ticket.record.reloaded_bytes += ticket.nbytes
+
+    def _prefetch_before(self, ticket: Ticket) -> None:
+        """Starts the reloads of the tickets stored before this one, within the bound.
+
+        Nothing depends on it: a wrong guess costs time and, until the ticket goes, one buffer.
+        """
+        ahead = sum(t.nbytes for t in list(self._prefetched) if t.device == ticket.device)
+        for before in _chain(ticket):
+            if before.native is None:
+                continue
+            if before.prefetched is None:
+                if ahead > 0 and ahead + before.nbytes > PREFETCH_BYTES:
+                    return
+                self.prefetch(before)
+                ahead += before.nbytes
+
+    # -- housekeeping ----------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Lets go of what finished copies held, and counts their times. Never blocks."""
+        with self._lock:
+            for sources in self._sources.values():
+                while sources and sources[0].copy.done():
+                    self._poison_if_changed(sources.popleft())
+            self._buffers = [reload for reload in self._buffers if not reload.copy.done()]
+            for _ in range(len(self._untimed)):
+                copy, record, is_reload = self._untimed.popleft()
+                if not copy.settled():
+                    self._untimed.append((copy, record, is_reload))
+                elif is_reload:
+                    record.h2d_ms += copy.copy_ms
+                    record.stall_ms += copy.stall_ms
+                else:
+                    record.d2h_ms += copy.copy_ms
+        engine.retire()
+
+    @staticmethod
+    def _poison_if_changed(source: _Source) -> None:
+        ticket = source.ticket()
+        if ticket is None:
+            return
+        if error := source.copy.error():
+            ticket.poison = error
+        elif source.version is not None and version_of(source.tensor) != source.version:
+            ticket.poison = changed_in_place(source.tensor)
+
+    def synchronize(self) -> None:
+        """Blocks until no copy is in flight, then retires. For measurements and tests."""
+        engine.drain()
+        self.retire()
+
+    def trim(self) -> None:
+        """Gives arena memory that no ticket uses back to the system."""
+        self.synchronize()
+        engine.trim()
+
+    def held_bytes(self) -> int:
+        """Returns the device bytes that copies in flight keep alive now."""
+        with self._lock:
+            sources = sum(s.tensor.nbytes for queue in self._sources.values() for s in queue)
+            return sources + sum(reload.buffer.nbytes for reload in self._buffers)
+
+    def reset_lock_after_fork(self) -> None:
+        """Makes the lock anew in a forked child, where another thread may have held it."""
+        self._lock = threading.Lock()
+
+
+_STORE = Store()
+os.register_at_fork(after_in_child=_STORE.reset_lock_after_fork)
+
+
+def default_store() -> Store:
+    """Returns the process's store."""
+    return _STORE
+
+
+def _chain(ticket: Ticket) -> Iterator[Ticket]:
+    while ticket.previous is not None and (before := ticket.previous()) is not None:
+        yield before
+        ticket = before
