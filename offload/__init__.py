@@ -1,0 +1,20 @@
+"""Train language models on long inputs in little device memory: `offload.wrap(model)`."""
+
+from offload._native import VERSION as __version__
+from offload._report import Report, report
+from offload._wrap import unwrap, wrap
+from offload.errors import ArenaFull, LayerRefused, OffloadError, TicketPoisoned
+from offload.policy import Policy
+
+__all__ = [
+    "ArenaFull",
+    "LayerRefused",
+    "OffloadError",
+    "Policy",
+    "Report",
+    "TicketPoisoned",
+    "__version__",
+    "report",
+    "unwrap",
+    "wrap",
+]

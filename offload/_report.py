@@ -1,0 +1,229 @@
+"""`report`: what a wrapped model moved, where it is, and who waited."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from offload import _native
+from offload._wrap import wrapped_layers
+from offload.store import default_store
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from offload.layer_call import Installation, LayerCall
+
+_COLUMNS = (
+    "layer",
+    "calls",
+    "replays",
+    "offloaded",
+    "kept",
+    "host now",
+    "D2H ms",
+    "H2D ms",
+    "stall ms",
+)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Figures of one layer, summed over all steps since it was wrapped.
+
+    `host_bytes` and `device_bytes` are what its tickets hold now; `offloaded_bytes` and
+    `reloaded_bytes` what was copied; times are of finished copies.
+    """
+
+    name: str
+    forwards: int
+    recomputes: int
+    offloaded_tensors: int
+    offloaded_bytes: int
+    reloaded_bytes: int
+    kept_bytes: int
+    host_bytes: int
+    device_bytes: int
+    d2h_ms: float
+    h2d_ms: float
+    stall_ms: float
+
+
+@dataclass(frozen=True)
+class ArenaReport:
+    """The process's host arena. `live_bytes` belong to tickets; `committed_bytes` use memory."""
+
+    cap_bytes: int
+    committed_bytes: int
+    pinned_bytes: int
+    live_bytes: int
+    peak_live_bytes: int
+    peak_committed_bytes: int
+    pin_refusal: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `offload.report` returns. `print` it, or take `to_dict()`.
+
+    Attributes:
+        verdict: one line: active or not, and why.
+        layers: one entry a wrapped layer.
+        arena: the host arena, None before its first use; all models of the process share it.
+        steps, elapsed_ms: training steps, and their time from first forward to last replay.
+        back_pressure_ms: time the process waited because too many bytes were in flight.
+    """
+
+    verdict: str
+    layers: tuple[LayerReport, ...]
+    arena: ArenaReport | None
+    steps: int
+    elapsed_ms: float
+    back_pressure_ms: float
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes copied in both directions, all layers."""
+        return sum(layer.offloaded_bytes + layer.reloaded_bytes for layer in self.layers)
+
+    @property
+    def stall_ms(self) -> float:
+        """Time that computation stood still for reloads, all layers."""
+        return sum(layer.stall_ms for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, numbers and strings, fit for JSON."""
+        fields = asdict(self)
+        fields["layers"] = [dict(layer) for layer in fields["layers"]]
+        return fields | {"moved_bytes": self.moved_bytes, "stall_ms": self.stall_ms}
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(_row(layer) for layer in self.layers)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column == 0 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        return "\n".join([self.verdict, *lines, self._arena_line()])
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title=self.verdict, caption=self._arena_line())
+        for column, title in enumerate(_COLUMNS):
+            table.add_column(title, justify="left" if column == 0 else "right")
+        for layer in self.layers:
+            table.add_row(*_row(layer))
+        return table
+
+    def _arena_line(self) -> str:
+        if self.arena is None:
+            return "host arena: not used"
+        arena = self.arena
+        line = (
+            f"host arena: {_size(arena.live_bytes)} live (peak {_size(arena.peak_live_bytes)}), "
+            f"{_size(arena.committed_bytes)} committed, {_size(arena.pinned_bytes)} page-locked, "
+            f"cap {_size(arena.cap_bytes)}"
+        )
+        return f"{line}; pageable: {arena.pin_refusal}" if arena.pin_refusal else line
+
+
+def report(model: nn.Module) -> Report:
+    """Says what a wrapped model has moved so far, where it is now and what it waited for.
+
+    Reads counters only; does not wait for copies in flight, whose times are not counted yet.
+
+    Args:
+        model: any model; one that is not wrapped gets a report that says so.
+
+    Returns:
+        A `Report`; printing it shows a table, with rich's `print` a prettier one.
+    """
+    default_store().retire()
+    calls = wrapped_layers(model)
+    layers = tuple(_layer_report(call) for call in calls)
+    installation = calls[0].installation if calls else None
+    engine = _native.engine_statistics() if _native.started() else None
+    return Report(
+        verdict=_verdict(layers, installation),
+        layers=layers,
+        arena=_arena_report(),
+        steps=installation.progress.steps if installation else 0,
+        elapsed_ms=installation.progress.elapsed_ms if installation else 0.0,
+        back_pressure_ms=engine.back_pressure_ms if engine else 0.0,
+    )
+
+
+def _layer_report(call: LayerCall) -> LayerReport:
+    record = call.record
+    return LayerReport(
+        name=call.name,
+        forwards=record.forwards,
+        recomputes=record.recomputes,
+        offloaded_tensors=record.offloaded_tensors,
+        offloaded_bytes=record.offloaded_bytes,
+        reloaded_bytes=record.reloaded_bytes,
+        kept_bytes=record.kept_bytes,
+        host_bytes=record.live_bytes("host"),
+        device_bytes=record.live_bytes("device"),
+        d2h_ms=record.d2h_ms,
+        h2d_ms=record.h2d_ms,
+        stall_ms=record.stall_ms,
+    )
+
+
+def _arena_report() -> ArenaReport | None:
+    if not _native.started():
+        return None
+    arena = _native.arena_statistics()
+    return ArenaReport(
+        cap_bytes=arena.cap_bytes,
+        committed_bytes=arena.committed_bytes,
+        pinned_bytes=arena.pinned_bytes,
+        live_bytes=arena.live_bytes,
+        peak_live_bytes=arena.peak_live_bytes,
+        peak_committed_bytes=arena.peak_committed_bytes,
+        pin_refusal=arena.pin_refusal,
+    )
+
+
+def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None) -> str:
+    if installation is None:
+        return "not wrapped: call offload.wrap(model)"
+    active = sum(1 for layer in layers if layer.forwards)
+    head = f"{active}/{len(layers)} layers"
+    if reason := installation.idle_reason():
+        state = "checkpointing only" if active else "not active"
+        return f"{state}: {head}, nothing moved: {reason}"
+    moved = sum(layer.offloaded_bytes + layer.reloaded_bytes for layer in layers)
+    elapsed = installation.progress.elapsed_ms
+    stalled = 100 * sum(layer.stall_ms for layer in layers) / elapsed if elapsed else 0.0
+    return f"active: {head}, {_size(moved)} moved, {stalled:.1f} % stalled"
+
+
+def _row(layer: LayerReport) -> tuple[str, ...]:
+    return (
+        layer.name,
+        str(layer.forwards),
+        str(layer.recomputes),
+        _size(layer.offloaded_bytes),
+        _size(layer.kept_bytes),
+        _size(layer.host_bytes),
+        f"{layer.d2h_ms:.1f}",
+        f"{layer.h2d_ms:.1f}",
+        f"{layer.stall_ms:.1f}",
+    )
+
+
+def _size(nbytes: int) -> str:
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,1 @@
+"""What knows a third-party library; one file each."""
