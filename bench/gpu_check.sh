@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# What a machine with a card can tell in under 8 minutes: the CUDA build, the tests that need a
+# card, and the step bench on a 1B Llama shape under two memory limits. Uses the python3 that is
+# there (with torch, transformers, pybind11, cmake, ninja, rich and matplotlib), no venv.
+# Results: $1 or build/gpu-check.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="${1:-build/gpu-check}"
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1
+failures=0
+
+note() { echo "== $* ($SECONDS s)"; }
+attempt() { "$@" || { failures=$((failures + 1)); echo "FAILED: $*"; }; }
+
+note build
+python3 -m pip install --no-build-isolation --no-deps -e . || exit 1
+
+note tests
+FAIL_WITHOUT_CUDA=1 attempt timeout 150 python3 -m pytest tests -m needs_cuda -q -x
+
+for limit in 8GiB 16GiB; do
+    note "step bench, limit $limit"
+    attempt timeout 120 python3 -m bench step --device cuda --model llama --hidden 2048 \
+        --layers 16 --heads 32 --kv-heads 8 --mlp 8192 --vocab 128256 --tokens 16384 \
+        --dtype bfloat16 --lora 8 --steps 3 --memory-limit "$limit" \
+        --methods plain,checkpoint,save_on_cpu,offload,offload-host \
+        --json "$out/step.jsonl" --plot "$out/step-$limit.png"
+done
+
+note "done, $failures failed"
+exit "$((failures > 0))"
