@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -160,36 +160,23 @@ def report(model: nn.Module) -> Report:
 
 
 def _layer_report(call: LayerCall) -> LayerReport:
-    record = call.record
     return LayerReport(
-        name=call.name,
-        forwards=record.forwards,
-        recomputes=record.recomputes,
-        offloaded_tensors=record.offloaded_tensors,
-        offloaded_bytes=record.offloaded_bytes,
-        reloaded_bytes=record.reloaded_bytes,
-        kept_bytes=record.kept_bytes,
-        host_bytes=record.live_bytes("host"),
-        device_bytes=record.live_bytes("device"),
-        d2h_ms=record.d2h_ms,
-        h2d_ms=record.h2d_ms,
-        stall_ms=record.stall_ms,
+        **_common_fields(call.record, LayerReport),
+        host_bytes=call.record.live_bytes("host"),
+        device_bytes=call.record.live_bytes("device"),
     )
 
 
 def _arena_report() -> ArenaReport | None:
     if not _native.started():
         return None
-    arena = _native.arena_statistics()
-    return ArenaReport(
-        cap_bytes=arena.cap_bytes,
-        committed_bytes=arena.committed_bytes,
-        pinned_bytes=arena.pinned_bytes,
-        live_bytes=arena.live_bytes,
-        peak_live_bytes=arena.peak_live_bytes,
-        peak_committed_bytes=arena.peak_committed_bytes,
-        pin_refusal=arena.pin_refusal,
-    )
+    return ArenaReport(**_common_fields(_native.arena_statistics(), ArenaReport))
+
+
+def _common_fields(source: object, report_class: type[LayerReport] | type[ArenaReport]) -> Any:
+    """Reads the fields of a report from the counters that bear the same names."""
+    names = [field.name for field in fields(report_class)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None) -> str:
