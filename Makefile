@@ -8,8 +8,8 @@ CPP := $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh tests/cpp/*.cpp tests
 BUILD_INPUTS := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml constraints.txt
 REQUIREMENTS := constraints.txt requirements-dev.txt requirements-data.txt
 
-DEMO_TOKENS ?= 1024
-DEMO_METHODS := plain,checkpoint,save_on_cpu,offload,offload-host
+DEMO_TOKENS ?= 2048
+DEMO_METHODS := plain,checkpoint,save_on_cpu,offload
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build lint format test test-cpp test-gpu gpu-check test-hf4 demo clean
@@ -70,7 +70,7 @@ test-hf4: ## the transformers adapter against transformers 4.57
 demo: setup ## LoRA on SmolLM2-135M with every method: table, demo.png, demo.jsonl
 	rm -f demo.jsonl
 	$(BIN)/python -m bench step --model smollm2 --tokens $(DEMO_TOKENS) --lora 8 --dtype float32 --steps 0 \
-		--lr 1e-3 --methods $(DEMO_METHODS) --json demo.jsonl --plot demo.png
+		--lr 1e-3 --tier host --methods $(DEMO_METHODS) --json demo.jsonl --plot demo.png
 	@echo "Written: demo.jsonl, demo.png"
 
 clean: ## remove everything built; keeps the virtual environments

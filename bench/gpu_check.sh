@@ -17,7 +17,7 @@ note build
 python3 -m pip install --no-build-isolation --no-deps -e . || exit 1
 
 note tests
-FAIL_WITHOUT_CUDA=1 attempt timeout 150 python3 -m pytest tests -m needs_cuda -q -x
+FAIL_WITHOUT_CUDA=1 attempt timeout 150 python3 -m pytest tests/test_cuda.py -q -x
 
 for limit in 8GiB 16GiB; do
     note "step bench, limit $limit"
