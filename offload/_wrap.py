@@ -84,7 +84,8 @@ def _install(model: nn.Module, named: NamedLayers, policy: Policy) -> None:
     installation = Installation(policy, len(named))
     for index, (name, layer) in enumerate(named):
         layer.forward = LayerCall(layer, name, len(named) - index, installation)
-    hf.install(model)
+    if policy.mode != "keep":
+        hf.install(model)
 
 
 def unwrap(model: Model) -> Model:
@@ -105,8 +106,8 @@ def unwrap(model: Model) -> Model:
             call.layer.forward = call.instance_forward
         else:
             del call.layer.forward
+    hf.uninstall(model)
     if wrapped:
-        hf.uninstall(model)
         default_store().trim()
     return model
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
-from contextlib import nullcontext
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from offload.adapters import transformers as hf
-from offload.buffers import BufferSnapshot
+from offload.snapshots import BufferSnapshot, ParameterSnapshot
 from offload.store import OffloadHooks, default_store
 from offload.store.identity import TensorKey, is_held_by_its_owner, is_plain, tensor_key
 from offload.store.statistics import Record
@@ -23,9 +24,11 @@ class CheckpointRegion:
 
     The replay sees what the forward saw: the arguments' structure (containers that the layer
         changed
-    are rebuilt), the caller's context variables, a key-value cache in its state before the call,
-    and the buffers before the call; buffers and cache that the model uses are not touched again.
-    Random state and autocast are `torch.utils.checkpoint`'s.
+    are rebuilt, a tensor passed twice is one tensor), the caller's context variables, random
+    generators and attention backends, and a key-value cache in its state before the call. torch's
+    random state and autocast are `torch.utils.checkpoint`'s.
+
+    Not seen as it was: other Python objects that the layer or its caller changes in between.
     """
 
     def __init__(
@@ -37,46 +40,84 @@ class CheckpointRegion:
     ) -> None:
         self.forward = forward
         self.first_call: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.buffers: BufferSnapshot | None = None  # set by whoever runs the region
+        self.snapshots: list[BufferSnapshot | ParameterSnapshot] = []  # set by whoever runs it
         self.on_replay = on_replay
         leaves, self.structure = pytree.tree_flatten((args, kwargs), is_leaf=hf.is_cache)
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.tensor_positions = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
-        ]
-        self.others = hf.snapshot_caches(
+        unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        index_of = {key: index for index, key in enumerate(unique)}
+        self.tensors = list(unique.values())
+        self.tensor_index = {
+            position: index_of[id(leaf)]
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        }
+        self.others = _snapshot(
             [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         )
+        self.python_random = random.getstate()
+        self.attention_backends = _attention_backends()
         self.context = contextvars.copy_context()
+        # The library's collector holds this call's outputs, which hold this region: a cycle through
+        # the autograd graph, which no garbage collector sees.
+        self.context.run(hf.stop_collecting_outputs)
 
     @property
     def cannot_replay(self) -> str:
         """Why a second run would not repeat the first; empty where it does."""
+        for leaf in self.others:
+            if isinstance(leaf, Iterator):
+                return f"it takes a {type(leaf).__name__}, which can be walked once"
         return hf.cannot_replay(self.others)
 
     def take_tensors(self) -> list[torch.Tensor]:
         """Hands out the call's tensors and forgets them: only the checkpoint's hooks keep them."""
         tensors, self.tensors = self.tensors, []
-        return tensors
+        return [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """Runs the layer as called the first time, replays it from `tensors` after that."""
         if self.first_call is not None:
             (args, kwargs), self.first_call = self.first_call, None
             return self.forward(*args, **kwargs)
-        leaves = hf.snapshot_caches(self.others)
-        for position, tensor in zip(self.tensor_positions, tensors, strict=True):
-            leaves[position] = tensor
+        leaves = _snapshot(self.others)
+        for position, index in self.tensor_index.items():
+            leaves[position] = tensors[index]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         self.on_replay()
-        # A context can be entered once at a time, and layers of one call share theirs: copies are
-        # free.
+        # A context can be entered once at a time, and layers of one call share theirs.
         return self.context.copy().run(self._replay, args, kwargs)
 
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hf.stop_collecting_outputs()  # in this copy of the context alone
-        with self.buffers.replayed() if self.buffers is not None else nullcontext():
+        with ExitStack() as stack:
+            for snapshot in self.snapshots:
+                stack.enter_context(snapshot.replayed())
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(_set_attention_backends, _attention_backends())
+            random.setstate(self.python_random)
+            _set_attention_backends(self.attention_backends)
             return self.forward(*args, **kwargs)
+
+
+def _snapshot(leaves: list[Any]) -> list[Any]:
+    """Copies the leaves that a call changes: caches and random generators."""
+    return [
+        leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+        for leaf in hf.snapshot_caches(leaves)
+    ]
+
+
+_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _attention_backends() -> tuple[bool, ...]:
+    """Returns which kernels `scaled_dot_product_attention` may take; `sdpa_kernel` sets them."""
+    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _BACKENDS)
+
+
+def _set_attention_backends(enabled: tuple[bool, ...]) -> None:
+    if enabled != _attention_backends():
+        for name, value in zip(_BACKENDS, enabled, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
 
 
 def run_checkpointed(

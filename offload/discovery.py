@@ -22,8 +22,8 @@ def find_layers(model: nn.Module, layers: Selection | None = None) -> NamedLayer
         layers: a module class, a name pattern such as `"model.layers.*"` (`*` matches dots too), a
             list of modules or names, or a predicate `(name, module) -> bool`; of nested matches the
             outer one. None: the layers that transformers names, else the same-typed children of the
-            `ModuleList` or `Sequential` (also the model itself, if it is one) that hold the most
-            parameters.
+            `ModuleList`, `ModuleDict` or `Sequential` (also the model itself, if it is one) that
+            hold the most parameters.
 
     Returns:
         At least one (name, module).
@@ -46,6 +46,12 @@ def find_layers(model: nn.Module, layers: Selection | None = None) -> NamedLayer
             f"wrap: expected layers={layers!r} to match a module, it matches none in "
             f"{type(model).__name__}. Names are those of model.named_modules()."
         )
+    for name, module in found:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"wrap: expected layers that are called, got the {type(module).__name__} '{name}'. "
+                f"Select what is in it, such as '{name}.*'."
+            )
     return _outermost(found)
 
 
@@ -92,7 +98,7 @@ def _largest_group(model: nn.Module) -> NamedLayers:
     best: NamedLayers = []
     best_size = 0
     for prefix, container in model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         groups: dict[type, NamedLayers] = defaultdict(list)
         for name, child in container.named_children():

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from offload.adapters.accelerate import weights_are_elsewhere
-from offload.buffers import BufferSnapshot
 from offload.checkpoint import CheckpointRegion, activations_among, run_checkpointed
 from offload.errors import LayerRefused, OffloadError
 from offload.policy import Policy
-from offload.store.identity import tensor_key
+from offload.snapshots import BufferSnapshot, ParameterSnapshot
+from offload.store import default_store
+from offload.store.identity import nbytes_of, tensor_key
 from offload.store.statistics import Progress, Record
 
 
@@ -33,9 +34,9 @@ class Installation:
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Remembers the largest layer input, for the report."""
-        largest = max(tensors, key=lambda t: t.nbytes, default=None)
-        if largest is not None and largest.nbytes > self.largest_input_bytes:
-            self.largest_input_bytes = largest.nbytes
+        largest = max(tensors, key=nbytes_of, default=None)
+        if largest is not None and nbytes_of(largest) > self.largest_input_bytes:
+            self.largest_input_bytes = nbytes_of(largest)
             self.input_device_type = largest.device.type
 
     def tier_of(self, tensor: torch.Tensor, from_end: int) -> str:
@@ -120,11 +121,13 @@ class LayerCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with the arguments of its own forward."""
-        if "torch._dynamo" in sys.modules:
-            refuse_compilation(self.name)
         forward = self.__wrapped__
         if not torch.is_grad_enabled() or self.installation.policy.mode == "keep":
             return forward(*args, **kwargs)
+        if "torch._dynamo" in sys.modules:
+            refuse_compilation(self.name)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return forward(*args, **kwargs)  # torch.func allows no saved-tensor hooks
         if reason := weights_are_elsewhere(self.layer):
             raise LayerRefused(_refusal(self.name, reason))
         region = CheckpointRegion(forward, args, kwargs, self.on_replay)
@@ -144,7 +147,8 @@ class LayerCall:
 
     def _run(self, region: CheckpointRegion) -> Any:
         installation = self.installation
-        installation.progress.on_forward()
+        if installation.progress.on_forward():
+            default_store().begin_order()
         installation.note_inputs(region.tensors)
         self.record.forwards += 1
         activations = activations_among(region.tensors)
@@ -154,15 +158,19 @@ class LayerCall:
                 return "device"
             return installation.tier_of(tensor, self.from_end)
 
-        region.buffers = BufferSnapshot(self.layer, self.written_buffers)
+        buffers = BufferSnapshot(self.layer, self.written_buffers)
+        parameters = ParameterSnapshot(self.layer, self.name)
+        region.snapshots = [buffers, parameters]
         output = run_checkpointed(region, tier_of, self.record)
-        written = region.buffers.keep_written()
-        known, self.written_buffers = (
-            self.written_buffers,
-            written | (self.written_buffers or set()),
-        )
-        if known is not None:
-            region.buffers.check_complete(written, self.name)
+        parameters.check_after_forward()
+        written, missing = buffers.keep_written()
+        self.written_buffers = written | (self.written_buffers or set())
+        if missing:
+            raise LayerRefused(
+                f"offload: expected layer '{self.name}' to write the buffers it wrote before, but "
+                f"it changed {sorted(missing)} as well, whose earlier values are gone. "
+                "Run the step again: they are kept from now on."
+            )
         return output
 
     def on_replay(self) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 MODES = ("auto", "checkpoint", "keep")
 TIERS = ("auto", "device", "host")
+MIN_HOST_BYTES = 64 << 20
+"""The arena commits and page-locks memory in steps of this size."""
 
 _UNITS = {
     "": 1,
@@ -58,7 +60,8 @@ class Policy:
             they are, `"auto"` is host for a model on a card and device for one on the CPU, whose
             memory is the host's already.
         host_bytes: cap of the host arena, which all models of the process share; the policy that
-            set it last wins. None: 70 % of the memory available when the arena is made.
+            set it last wins; at least 64 MiB. None: 70 % of the memory available when the arena is
+            made.
         keep_last: layers at the end whose inputs stay on the device, since backward needs them
             first.
         min_bytes: smaller tensors stay where they are; a copy of one costs more than it frees.
@@ -86,7 +89,8 @@ class Policy:
         object.__setattr__(self, "min_bytes", parse_bytes(self.min_bytes))
         if self.host_bytes is not None:
             object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes))
-            if self.host_bytes == 0:
+            if int(self.host_bytes) < MIN_HOST_BYTES:
                 raise ValueError(
-                    "Policy: expected host_bytes > 0, got 0. Use tier='device' to stay off it."
+                    f"Policy: expected host_bytes >= 64 MiB, got {self.host_bytes}. Use "
+                    "tier='device' to stay off the host."
                 )

@@ -451,3 +451,149 @@ def test_a_matrix_and_its_transpose_as_inputs_of_one_layer(policy):
 
     plain, wrapped = twins(Model(), policy)
     assert_same_step(plain, wrapped, on(torch.randn(64, 64)))
+
+
+def test_one_tensor_passed_twice_is_one_tensor_in_the_replay(policy):
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, q, k):
+            return torch.tanh(self.linear(q) * (2.0 if q is k else 1.0)) + k
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Branches() for _ in range(3)])
+
+        def forward(self, h):
+            for layer in self.layers:
+                h = layer(h, h)
+            return h
+
+    plain, wrapped = twins(Model(), policy)
+    assert_same_step(plain, wrapped, on(torch.randn(2, 9, 32)))
+
+
+def test_a_strided_view_between_layers_keeps_its_strides(policy):
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 64)
+
+        def forward(self, h):
+            scale = 1.0 if h.is_contiguous() else 2.0
+            return torch.tanh(self.linear(h) * scale).chunk(2, -1)[0]
+
+    plain, wrapped = twins(Stack([Half() for _ in range(3)]), policy)
+    assert_same_step(plain, wrapped, on(torch.randn(2, 9, 32)))
+
+
+def test_a_step_of_the_optimizer_before_backward_raises_as_in_plain_torch(policy):
+    wrapped = offload.wrap(blocks(3), policy=policy)
+    first, second = (on(torch.randn(2, 9, 32))(wrapped) for _ in range(2))
+    first.backward()
+    torch.optim.SGD(wrapped.parameters(), 1.0).step()
+    with pytest.raises(offload.OffloadError, match=r"modified in place\. Step the optimizer"):
+        second.backward()
+
+
+def test_parameters_passed_by_functional_call_are_those_of_the_replay(policy):
+    plain, wrapped = twins(blocks(3), policy)
+    results = []
+    for model in (plain, wrapped):
+        used = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+        x = torch.linspace(-1, 1, 288).view(1, 9, 32)
+        torch.func.functional_call(model, used, (x,)).pow(2).mean().backward()
+        results.append([tensor.grad for tensor in used.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_layer_that_changes_its_own_parameters_is_refused(policy):
+    class Codebook(Block):
+        def forward(self, hidden):
+            with torch.no_grad():
+                self.norm.weight.mul_(0.9)
+            return super().forward(hidden)
+
+    wrapped = offload.wrap(Stack([Codebook(), Codebook()]), policy=policy)
+    with pytest.raises(offload.LayerRefused, match="leave its parameters alone"):
+        wrapped(torch.randn(2, 9, 32))
+
+
+def test_generators_as_arguments_and_pythons_random_draw_the_same_again(policy):
+    import random
+
+    class Draws(Block):
+        def forward(self, hidden, generator):
+            mask = torch.rand(hidden.shape, generator=generator) > 0.5
+            return torch.tanh(super().forward(hidden) * mask * (1 + random.random()))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Draws() for _ in range(3)])
+
+        def forward(self, x):
+            random.seed(3)
+            generator = torch.Generator().manual_seed(5)
+            for layer in self.layers:
+                x = layer(x, generator)
+            self.next = random.random(), torch.rand(1, generator=generator)
+            return x
+
+    plain, wrapped = twins(Model(), policy)
+    assert_same_step(plain, wrapped, on(torch.randn(2, 9, 32)))
+    assert plain.next == wrapped.next
+
+
+def test_the_attention_backend_of_the_forward_holds_in_the_replay(policy):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    class Attends(Block):
+        def forward(self, hidden):
+            heads = self.norm(hidden).unflatten(-1, (4, 8)).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            return super().forward(mixed.transpose(1, 2).flatten(2))
+
+    plain, wrapped = twins(Stack([Attends() for _ in range(3)]), policy)
+
+    def loss_of(model):
+        with sdpa_kernel(SDPBackend.MATH):
+            return model(torch.linspace(-1, 1, 576).view(2, 9, 32)).pow(2).mean()
+
+    assert_same_step(plain, wrapped, loss_of)
+
+
+def test_sparse_arguments_and_inference_tensors(policy):
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, hidden, adjacency, bias):
+            return torch.relu(torch.sparse.mm(adjacency, self.linear(hidden)) + bias)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Graph() for _ in range(3)])
+
+        def forward(self, x):
+            adjacency = torch.eye(9).to_sparse()
+            with torch.inference_mode():
+                bias = torch.ones(32)
+            for layer in self.layers:
+                x = layer(x, adjacency, bias)
+            return x
+
+    plain, wrapped = twins(Model(), policy)
+    assert_same_step(plain, wrapped, on(torch.randn(9, 32)))
+
+
+def test_torch_func_runs_layers_untouched(policy):
+    plain, wrapped = twins(blocks(2), policy)
+    x = torch.linspace(-1, 1, 288).view(1, 9, 32)
+    expected, got = (torch.func.grad(lambda t, m=m: m(t).sum())(x) for m in (plain, wrapped))
+    assert torch.equal(expected, got)

@@ -67,3 +67,11 @@ def test_a_wrong_selection_is_an_error(layers, error, message):
 def test_a_model_without_repeated_layers_is_an_error():
     with pytest.raises(ValueError, match=r"expected repeated layers.*Pass layers="):
         find_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+def test_a_module_dict_of_layers_is_found_and_the_container_itself_is_refused():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(i): Stack([Block(), Block()]) for i in range(3)})
+    assert names(model) == ["layers.0", "layers.1", "layers.2"]
+    with pytest.raises(ValueError, match=r"got the ModuleDict 'layers'.*'layers\.\*'"):
+        find_layers(model, "layers")

@@ -15,7 +15,7 @@ RANKS = [
     ["_wrap"],
     ["layer_call"],
     ["checkpoint", "discovery"],
-    ["buffers", "adapters"],
+    ["snapshots", "adapters"],
     ["store"],
     ["_native"],
     ["_C", "_source_hash"],

@@ -35,7 +35,7 @@ def test_what_is_no_number_or_text_is_refused(value):
         ("keep_last", 1.0, TypeError),
         ("keep_last", True, TypeError),
         ("min_bytes", -5, ValueError),
-        ("host_bytes", 0, ValueError),
+        ("host_bytes", "63MiB", ValueError),
         ("host_bytes", "much", ValueError),
     ],
 )

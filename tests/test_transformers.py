@@ -302,3 +302,26 @@ def test_the_model_still_advertises_the_keywords_trainer_looks_for(store):
     assert inspect.signature(wrapped.forward) == inspect.signature(plain.forward)
     expected = inspect.signature(plain.model.layers[0].forward)
     assert inspect.signature(wrapped.model.layers[0].forward) == expected
+
+
+def test_collected_outputs_without_a_backward_leave_nothing_behind(store):
+    """The store fixture checks that no slot stays."""
+    wrapped = offload.wrap(build(), policy=FORCED)
+    wrapped(tokens(), output_hidden_states=True, use_cache=False)
+    output = wrapped(tokens(), output_hidden_states=True, use_cache=False)
+    output.hidden_states[1].sum().backward()
+
+
+def test_unwrapping_a_part_first_leaves_no_switch_behind(store):
+    model = offload.wrap(build(), policy=FORCED)
+    offload.unwrap(model.model)
+    offload.unwrap(model)
+    assert "enable_input_require_grads" not in model.__dict__
+
+
+def test_keep_leaves_the_librarys_checkpointing_alone(store):
+    model = offload.wrap(build(), policy=offload.Policy(mode="keep"))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    counts = inner_forwards(model)
+    step(model, language_loss(use_cache=False))
+    assert len(counts) == 6

@@ -52,6 +52,11 @@ def is_held_by_its_owner(tensor: torch.Tensor) -> bool:
     return base.is_leaf and base.requires_grad
 
 
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Returns a tensor's bytes; 0 where torch defines none (sparse layouts)."""
+    return tensor.nbytes if tensor.layout == torch.strided else 0
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fully described by its bytes, shape and strides.
 

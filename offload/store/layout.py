@@ -8,12 +8,17 @@ import torch
 
 
 class Layout(NamedTuple):
-    """How a tensor lies over a compact buffer of `elements` values."""
+    """How a tensor lies over a compact buffer of `elements` values.
+
+    `gathered` is the shape in which a view with holes was gathered, without its expanded
+    dimensions; None where the buffer is the memory that the tensor spans.
+    """
 
     elements: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    gathered: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -24,9 +29,17 @@ class Layout(NamedTuple):
         """Allocates the compact buffer on the current stream of `device`."""
         return torch.empty(self.elements, dtype=self.dtype, device=device)
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor of this layout over a filled buffer, without a copy."""
-        return buffer.as_strided(self.shape, self.stride, 0)
+    def restore(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Makes the tensor of a filled buffer: over it, or for a view with holes beside it.
+
+        Strides are those of the saved tensor in both cases, since kernels choose their way by them.
+        """
+        if self.gathered is None:
+            return buffer.as_strided(self.shape, self.stride, 0)
+        base = torch.empty_strided(
+            self.gathered, self.stride, dtype=self.dtype, device=buffer.device
+        )
+        return base.copy_(buffer.view(self.gathered)).as_strided(self.shape, self.stride, 0)
 
 
 def compact(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
@@ -45,15 +58,13 @@ def compact(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout]:
         first is `tensor` itself unless it had to be gathered.
     """
     base = tensor
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
             base = base.narrow(dim, 0, 1)
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True)
-    )
-    shape = tuple(tensor.shape)
+    extents = zip(base.shape, base.stride(), strict=True)
+    span = 1 + sum((size - 1) * step for size, step in extents)
+    shape, stride = tuple(tensor.shape), tensor.stride()
     if span <= base.numel():
-        return tensor, Layout(span, shape, tensor.stride(), tensor.dtype)
-    gathered = base.contiguous()
-    stride_of_base = gathered.expand(shape).stride()
-    return gathered, Layout(gathered.numel(), shape, stride_of_base, tensor.dtype)
+        return tensor, Layout(span, shape, stride, tensor.dtype)
+    layout = Layout(base.numel(), shape, stride, tensor.dtype, gathered=tuple(base.shape))
+    return base.contiguous(), layout

@@ -61,12 +61,14 @@ class Progress:
     _elapsed_before: float = 0.0
     _in_backward: bool = True
 
-    def on_forward(self) -> None:
-        """Notes a layer's forward; the first one after a backward begins a step."""
-        if self._in_backward:
+    def on_forward(self) -> bool:
+        """Notes a layer's forward; true where it begins a step, as the first after a backward."""
+        begins = self._in_backward
+        if begins:
             self._in_backward = False
             self._begin = time.perf_counter()
             self._elapsed_before = self.elapsed_ms
+        return begins
 
     def on_recompute(self) -> None:
         """Notes a layer's replay; the first one after a forward counts the step."""

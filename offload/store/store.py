@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import _native
 from offload.errors import OffloadError, TicketPoisoned
 from offload.store import engine
-from offload.store.identity import TensorKey, storage_reference, tensor_key
+from offload.store.identity import TensorKey, nbytes_of, storage_reference, tensor_key
 from offload.store.layout import compact
 from offload.store.statistics import Record
 from offload.store.ticket import Prefetched, Ticket, changed_in_place, version_of
@@ -62,7 +62,7 @@ class Store:
         ticket = Ticket(self, tensor, record)
         if record is not None:
             record.kept_tensors += 1
-            record.kept_bytes += tensor.nbytes
+            record.kept_bytes += nbytes_of(tensor)
             record.tickets.add(ticket)
         if in_order:
             with self._lock:
@@ -97,9 +97,9 @@ class Store:
         if shared is not None:
             return shared
         source, layout = compact(tensor)
+        version = version_of(source) if source is tensor else None
         native = engine.offload(source, layout.nbytes)
         ticket = Ticket(self, tensor, record, native, layout)
-        version = version_of(source) if source is tensor else None
         entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
         with self._lock:
             self._sources.setdefault(tensor.device, deque()).append(entry)
@@ -124,6 +124,11 @@ class Store:
     def _link(self, ticket: Ticket) -> None:
         ticket.previous = self._last.get(ticket.device)
         self._last[ticket.device] = weakref.ref(ticket)
+
+    def begin_order(self) -> None:
+        """Ends the order chain: later tickets do not prefetch those of earlier graphs."""
+        with self._lock:
+            self._last.clear()
 
     # -- reloading -------------------------------------------------------------------------------
 
@@ -150,7 +155,7 @@ class Store:
                 "Ticket.reload: expected a live ticket, got a released one. Reload it first."
             )
         buffer = self._reloaded_buffer(ticket)
-        return ticket.layout.view(buffer)
+        return ticket.layout.restore(buffer)
 
     def _reloaded_buffer(self, ticket: Ticket) -> torch.Tensor:
         stream = engine.compute_stream(ticket.device)
@@ -211,7 +216,8 @@ class Store:
 
         Nothing depends on it: a wrong guess costs time and, until the ticket goes, one buffer.
         """
-        ahead = sum(t.nbytes for t in list(self._prefetched) if t.device == ticket.device)
+        with self._lock:
+            ahead = sum(t.nbytes for t in self._prefetched if t.device == ticket.device)
         for before in _chain(ticket):
             if before.native is None:
                 continue
@@ -225,7 +231,7 @@ class Store:
 
     def retire(self) -> None:
         """Lets go of what finished copies held, and counts their times. Never blocks."""
-        with self._lock:
+        with self._lock, engine.native_errors():
             for sources in self._sources.values():
                 while sources and sources[0].copy.done():
                     self._poison_if_changed(sources.popleft())

@@ -10,6 +10,7 @@ import torch
 
 from offload import _native
 from offload.errors import TicketPoisoned
+from offload.store.identity import nbytes_of
 from offload.store.layout import Layout
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Ticket:
         layout: Layout | None = None,
     ) -> None:
         self.device = tensor.device
-        self.nbytes = layout.nbytes if layout is not None else tensor.nbytes
+        self.nbytes = layout.nbytes if layout is not None else nbytes_of(tensor)
         self.record = record
         self.poison: str | None = None
         self.native = native

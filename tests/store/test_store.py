@@ -412,3 +412,15 @@ def test_inference_tensors_have_no_version(store):
 
 def test_errors_are_public():
     assert issubclass(offload.ArenaFull, offload.OffloadError)
+
+
+def test_a_graph_that_is_kept_does_not_switch_prefetching_off(store, monkeypatch):
+    monkeypatch.setattr(store_module, "PREFETCH_BYTES", 8000)
+    kept = [store.offload(torch.randn(1000)) for _ in range(4)]
+    for _ in range(3):
+        store.begin_order()
+        tickets = [store.offload(torch.randn(1000)) for _ in range(4)]
+        tickets[0].reload()
+        assert kept[3].prefetched is None
+        tickets[3].reload()
+        assert tickets[2].prefetched is not None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import buffers as buffers_module
+from offload import snapshots as snapshots_module
 from tests.models import FORCED, assert_same_step, step
 
 
@@ -93,7 +93,7 @@ def test_buffers_are_put_back_when_a_replay_fails(store):
 
 
 def test_a_large_buffer_that_begins_to_change_is_refused_once_and_right_after(store, monkeypatch):
-    monkeypatch.setattr(buffers_module, "SNAPSHOT_BYTES", 64)
+    monkeypatch.setattr(snapshots_module, "SNAPSHOT_BYTES", 64)
     torch.manual_seed(0)
     plain = nn.Sequential(*[Counting(100) for _ in range(2)])
     wrapped = offload.wrap(copy.deepcopy(plain), policy=FORCED)
@@ -107,3 +107,44 @@ def test_a_large_buffer_that_begins_to_change_is_refused_once_and_right_after(st
     for ours, theirs in zip(wrapped, plain, strict=True):
         ours.mask.copy_(theirs.mask)
     assert_same_step(plain, wrapped, loss_of, steps=2)
+
+
+class Late(nn.Module):
+    """Fills a buffer that is None, and registers another one, in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("run", None)
+
+    def forward(self, x):
+        if self.run is None:
+            self.run = torch.zeros(8)
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.full((8,), 2.0))
+            x = x * 3
+        self.run = self.run + 1
+        return torch.tanh(self.linear(x) * self.run * self.scale)
+
+
+class Tied(nn.Module):
+    """Bears one buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("a", torch.zeros(8))
+        self.register_buffer("b", self.a)
+
+    def forward(self, x):
+        self.a.add_(1)
+        return torch.tanh(self.linear(x)) * self.b
+
+
+@pytest.mark.parametrize("layer_class", [Late, Tied])
+def test_buffers_that_come_into_being_or_bear_two_names(store, layer_class):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[layer_class() for _ in range(3)])
+    wrapped = offload.wrap(copy.deepcopy(plain), policy=FORCED)
+    assert_same_step(plain, wrapped, loss_of, steps=3)
+    assert_same_buffers(plain, wrapped)
