@@ -23,10 +23,9 @@ class CheckpointRegion:
     """One call of a layer, replayed in backward as it ran in forward.
 
     The replay sees what the forward saw: the arguments' structure (containers that the layer
-        changed
-    are rebuilt, a tensor passed twice is one tensor), the caller's context variables, random
-    generators and attention backends, and a key-value cache in its state before the call. torch's
-    random state and autocast are `torch.utils.checkpoint`'s.
+    changed are rebuilt, a tensor passed twice is one tensor), the caller's context variables,
+    random generators and attention backends, and a key-value cache in its state before the
+    call. torch's random state and autocast are `torch.utils.checkpoint`'s.
 
     Not seen as it was: other Python objects that the layer or its caller changes in between.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,6 +78,3 @@ class Progress:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Progress:
         return Progress()
-
-    def __copy__(self) -> Progress:
-        return copy.deepcopy(self)
