@@ -4,6 +4,8 @@ from offload._native import VERSION as __version__
 from offload._report import Report, report
 from offload._wrap import unwrap, wrap
 from offload.errors import ArenaFull, LayerRefused, OffloadError, TicketPoisoned
+from offload.ops.attention import attention
+from offload.ops.linear_cross_entropy import linear_cross_entropy
 from offload.policy import Policy
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "Report",
     "TicketPoisoned",
     "__version__",
+    "attention",
+    "linear_cross_entropy",
     "report",
     "unwrap",
     "wrap",

@@ -14,10 +14,12 @@ from offload.store import default_store
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from offload.layer_call import Installation, LayerCall
+    from offload.installation import Installation
+    from offload.layer_call import LayerCall
 
 _COLUMNS = (
     "layer",
+    "mode",
     "calls",
     "replays",
     "offloaded",
@@ -38,6 +40,7 @@ class LayerReport:
     """
 
     name: str
+    mode: str
     forwards: int
     recomputes: int
     offloaded_tensors: int
@@ -185,7 +188,7 @@ def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None)
     active = sum(1 for layer in layers if layer.forwards)
     head = f"{active}/{len(layers)} layers"
     if reason := installation.idle_reason():
-        state = "checkpointing only" if active else "not active"
+        state = "recomputing only" if active else "not active"
         return f"{state}: {head}, nothing moved: {reason}"
     moved = sum(layer.offloaded_bytes + layer.reloaded_bytes for layer in layers)
     elapsed = installation.progress.elapsed_ms
@@ -196,6 +199,7 @@ def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None)
 def _row(layer: LayerReport) -> tuple[str, ...]:
     return (
         layer.name,
+        layer.mode or "-",
         str(layer.forwards),
         str(layer.recomputes),
         _size(layer.offloaded_bytes),

@@ -8,26 +8,39 @@ from torch import nn
 
 from offload.adapters import transformers as hf
 from offload.adapters.accelerate import weights_are_elsewhere
-from offload.discovery import NamedLayers, Selection, find_layers
+from offload.discovery import NamedLayers, Selection, find_layers, find_tokenwise
 from offload.errors import LayerRefused
-from offload.layer_call import Installation, LayerCall
+from offload.installation import Installation
+from offload.layer_call import LayerCall, TokenwiseCall
 from offload.policy import Policy
 from offload.store import default_store, engine
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def wrap(model: Model, *, layers: Selection | None = None, policy: Policy | None = None) -> Model:
+def wrap(
+    model: Model,
+    *,
+    layers: Selection | None = None,
+    policy: Policy | None = None,
+    verify: bool = False,
+) -> Model:
     """Makes a model train long inputs in less device memory; nothing else in your code changes.
 
-    Each repeated layer keeps only its inputs for backward, moved asynchronously to page-locked host
-    memory, and is run a second time in backward. Loss and gradients are those of the model as it
-    was, bit for bit. The cost is one more forward of each layer, as with `torch.utils.checkpoint`;
-    the copies hide behind computation.
+    Layers run tile by tile along the sequence, and a second time in backward; what that needs is
+    moved asynchronously to page-locked host memory. Attention is never computed twice, and the loss
+    of a transformers model never forms all its logits. Gradients are exact: they differ from those
+    of the model as it was (with `use_cache=False`) by rounding, as those of another attention
+    kernel would. With dropout, tiles draw other masks than the whole sequence would.
 
-    Passes without gradients run the layers untouched, key-value cache included. In transformers
-    models that train, the library's cache is switched off (as its own gradient checkpointing does),
-    and `gradient_checkpointing_enable()` keeps working without a second recomputation.
+    A layer is run so only after a proof on the first tokens it sees (`offload.probe`), which cannot
+    see what happens only beyond 256 tokens; `verify` compares the first call whole. Other layers
+    are recomputed whole, with gradients bit for bit the same, and a warning says which and why.
+
+    Without gradients, long inputs run tile by tile as well, unless a key-value cache is filled. In
+    transformers models that train, the library's cache is switched off (as its own gradient
+    checkpointing does), and `gradient_checkpointing_enable()` keeps working without a second
+    recomputation.
 
     Wrapping a wrapped model replaces its policy and selection.
 
@@ -36,6 +49,8 @@ def wrap(model: Model, *, layers: Selection | None = None, policy: Policy | None
         layers: which modules are layers: a class, a name pattern, a list, or a predicate
             `(name, module) -> bool`; None finds them. See `offload.discovery.find_layers`.
         policy: how to run them; None takes the defaults.
+        verify: run the first call of each layer a second time in one piece and compare output and
+            gradients; needs the memory of one layer's graph over the whole sequence.
 
     Returns:
         The same model.
@@ -58,7 +73,7 @@ def wrap(model: Model, *, layers: Selection | None = None, policy: Policy | None
     if policy.host_bytes is not None:
         engine.set_host_cap(int(policy.host_bytes))
     unwrap(model)
-    _install(model, named, policy)
+    _install(model, named, Installation(policy, len(named), verify=verify))
     return model
 
 
@@ -80,10 +95,14 @@ def _checked(model: nn.Module, policy: Policy | None) -> Policy:
     return policy if policy is not None else Policy()
 
 
-def _install(model: nn.Module, named: NamedLayers, policy: Policy) -> None:
-    installation = Installation(policy, len(named))
+def _install(model: nn.Module, named: NamedLayers, installation: Installation) -> None:
+    policy = installation.policy
     for index, (name, layer) in enumerate(named):
-        layer.forward = LayerCall(layer, name, len(named) - index, installation)
+        LayerCall(layer, name, len(named) - index, installation).put()
+    if policy.mode in ("auto", "tiled"):
+        for name, module in find_tokenwise(model, named):
+            TokenwiseCall(module, name, 0, installation).put()
+        hf.install_bodies(model)
     if policy.mode != "keep":
         hf.install(model)
 
@@ -102,10 +121,8 @@ def unwrap(model: Model) -> Model:
     """
     wrapped = wrapped_layers(model)
     for call in wrapped:
-        if call.instance_forward is not None:
-            call.layer.forward = call.instance_forward
-        else:
-            del call.layer.forward
+        call.remove()
+    hf.uninstall_bodies(model)
     hf.uninstall(model)
     if wrapped:
         default_store().trim()

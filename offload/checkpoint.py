@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextvars
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from offload.adapters import transformers as hf
+from offload.ambient import Ambient
 from offload.snapshots import BufferSnapshot, ParameterSnapshot
 from offload.store import OffloadHooks, default_store
 from offload.store.identity import TensorKey, is_held_by_its_owner, is_plain, tensor_key
@@ -32,6 +33,7 @@ class CheckpointRegion:
 
     def __init__(
         self,
+        layer: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -54,11 +56,8 @@ class CheckpointRegion:
             [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         )
         self.python_random = random.getstate()
-        self.attention_backends = _attention_backends()
-        self.context = contextvars.copy_context()
-        # The library's collector holds this call's outputs, which hold this region: a cycle through
-        # the autograd graph, which no garbage collector sees.
-        self.context.run(hf.stop_collecting_outputs)
+        device_type = self.tensors[0].device.type if self.tensors else "cpu"
+        self.ambient = Ambient(device_type, hf.configs_of(layer))
 
     @property
     def cannot_replay(self) -> str:
@@ -83,17 +82,14 @@ class CheckpointRegion:
             leaves[position] = tensors[index]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         self.on_replay()
-        # A context can be entered once at a time, and layers of one call share theirs.
-        return self.context.copy().run(self._replay, args, kwargs)
+        return self.ambient.run(self._replay, args, kwargs)
 
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with ExitStack() as stack:
             for snapshot in self.snapshots:
                 stack.enter_context(snapshot.replayed())
             stack.callback(random.setstate, random.getstate())
-            stack.callback(_set_attention_backends, _attention_backends())
             random.setstate(self.python_random)
-            _set_attention_backends(self.attention_backends)
             return self.forward(*args, **kwargs)
 
 
@@ -103,20 +99,6 @@ def _snapshot(leaves: list[Any]) -> list[Any]:
         leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
         for leaf in hf.snapshot_caches(leaves)
     ]
-
-
-_BACKENDS = ("flash", "mem_efficient", "math", "cudnn")
-
-
-def _attention_backends() -> tuple[bool, ...]:
-    """Returns which kernels `scaled_dot_product_attention` may take; `sdpa_kernel` sets them."""
-    return tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _BACKENDS)
-
-
-def _set_attention_backends(enabled: tuple[bool, ...]) -> None:
-    if enabled != _attention_backends():
-        for name, value in zip(_BACKENDS, enabled, strict=True):
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(value)
 
 
 def run_checkpointed(

@@ -108,3 +108,39 @@ def _largest_group(model: nn.Module) -> NamedLayers:
             if len(group) > 1 and size > best_size:
                 best, best_size = group, size
     return best
+
+
+def find_tokenwise(model: nn.Module, layers: NamedLayers) -> NamedLayers:
+    """Finds modules that may act on each token alone, beside the layers: norms and projections.
+
+    They are children, with parameters, of the module that holds the layers or their container. Left
+    out are embeddings, and linear modules that widen their input more than fourfold: heads, which
+    would only be computed twice.
+
+    Args:
+        model: the model that the layers are in.
+        layers: what `find_layers` found.
+
+    Returns:
+        Maybe none. Whether they may be run by tiles is for the probe to say.
+    """
+    modules = dict(model.named_modules())
+    taken = {name for name, _ in layers}
+    parents = {name.rpartition(".")[0] for name, _ in layers}
+    holders = {
+        parent.rpartition(".")[0] if _is_container(modules[parent]) else parent
+        for parent in parents
+    }
+    found: NamedLayers = []
+    for name, module in modules.items():
+        holds_layers = any(layer == name or layer.startswith(f"{name}.") for layer in taken)
+        if name and not holds_layers and name.rpartition(".")[0] in holders:
+            widens = isinstance(module, nn.Linear) and module.out_features > 4 * module.in_features
+            has_parameters = next(module.parameters(), None) is not None
+            if has_parameters and not widens and not isinstance(module, nn.Embedding):
+                found.append((name, module))
+    return found
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))

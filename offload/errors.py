@@ -39,3 +39,7 @@ class TicketPoisoned(OffloadError):
 
 class LayerRefused(OffloadError):
     """A layer cannot be run as it is, and running it anyway would give wrong gradients."""
+
+
+class TileRefused(LayerRefused):
+    """A layer, or one call of it, cannot be run tile by tile. The message is the reason alone."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,89 +10,24 @@ from torch import nn
 
 from offload.adapters.accelerate import weights_are_elsewhere
 from offload.checkpoint import CheckpointRegion, activations_among, run_checkpointed
-from offload.errors import LayerRefused, OffloadError
-from offload.policy import Policy
+from offload.errors import LayerRefused, OffloadError, TileRefused
+from offload.installation import Installation
 from offload.snapshots import BufferSnapshot, ParameterSnapshot
+from offload.stand_in import ForwardStandIn
 from offload.store import default_store
-from offload.store.identity import nbytes_of, tensor_key
-from offload.store.statistics import Progress, Record
+from offload.store.identity import tensor_key
+from offload.store.statistics import Record
+from offload.tiling import Tiling
 
 
-class Installation:
-    """What the wrapped layers of one model share."""
+class LayerCall(ForwardStandIn):
+    """Stands in for one layer's `forward`: runs it by tiles, or checkpointed, or untouched.
 
-    def __init__(self, policy: Policy, layer_count: int) -> None:
-        self.policy = policy
-        self.layer_count = layer_count
-        self.progress = Progress()
-        self.records: list[Record] = []
-        self.largest_input_bytes = 0
-        self.input_device_type = ""
-        self.warned: set[str] = set()
-
-    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """Remembers the largest layer input, for the report."""
-        largest = max(tensors, key=nbytes_of, default=None)
-        if largest is not None and nbytes_of(largest) > self.largest_input_bytes:
-            self.largest_input_bytes = nbytes_of(largest)
-            self.input_device_type = largest.device.type
-
-    def tier_of(self, tensor: torch.Tensor, from_end: int) -> str:
-        """Returns where the input of a layer goes, as `OffloadHooks` wants it."""
-        policy = self.policy
-        on_device = policy.tier == "device" or (
-            policy.tier == "auto" and tensor.device.type == "cpu"
-        )
-        if on_device or from_end <= policy.keep_last:
-            return "ordered"
-        return "host" if tensor.nbytes >= int(policy.min_bytes) else "device"
-
-    def idle_reason(self) -> str:
-        """Says why nothing was moved to the host so far; empty when something was."""
-        policy = self.policy
-        if any(record.offloaded_tensors for record in self.records):
-            return ""
-        if policy.mode == "keep":
-            return "mode is 'keep'"
-        if not any(record.forwards for record in self.records):
-            return "no layer has run with gradients yet"
-        if policy.tier == "device":
-            return "tier is 'device'"
-        if policy.tier == "auto" and self.input_device_type == "cpu":
-            return (
-                "the model is on the CPU, whose memory is the host's: inputs are kept by reference"
-            )
-        if self.layer_count <= policy.keep_last:
-            return (
-                f"all {self.layer_count} layers are among the last {policy.keep_last} that are kept"
-            )
-        return (
-            f"the largest layer input has {self.largest_input_bytes:,} bytes, below min_bytes "
-            f"{policy.min_bytes:,}"
-        )
-
-    def warn_if_idle(self) -> None:
-        """Warns once when a step that was to move something moved nothing."""
-        wants_host = self.policy.tier == "host" or (
-            self.policy.tier == "auto" and self.input_device_type != "cpu"
-        )
-        if wants_host and (reason := self.idle_reason()):
-            self.warn_once("idle", f"offload: a training step moved nothing to the host: {reason}.")
-
-    def warn_once(self, topic: str, message: str) -> None:
-        """Warns once per topic and model."""
-        if topic not in self.warned:
-            self.warned.add(topic)
-            warnings.warn(message, stacklevel=3)
-
-
-class LayerCall:
-    """Stands in for one layer's `forward`: runs it checkpointed where gradients are needed.
-
-    It is an attribute of the layer instance, so module hooks, names and the class stay as they are.
-    The forward behind it is looked up at every call, since others (FSDP2) swap a module's class; a
-    forward that stood on the instance before is kept and called instead. Copies and pickles with
-    its layer.
+    Args:
+        layer: the layer.
+        name: its name in the model.
+        from_end: 1 for the last layer; 0 for what backward meets before any layer.
+        installation: what the model's layers share.
     """
 
     is_offload_layer_call = True
@@ -102,35 +35,66 @@ class LayerCall:
     def __init__(
         self, layer: nn.Module, name: str, from_end: int, installation: Installation
     ) -> None:
-        self.layer = layer
+        super().__init__(layer)
         self.name = name
-        self.from_end = from_end  # 1 for the last layer
+        self.from_end = from_end
         self.installation = installation
-        self.instance_forward: Callable[..., Any] | None = layer.__dict__.get("forward")
         self.record = Record(name)
         self.written_buffers: set[str] | None = None
+        self.tiling = self._tiling(attends=True)
         installation.records.append(self.record)
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The layer's own forward, bound; `inspect.signature` finds it here."""
-        if self.instance_forward is not None:
-            return self.instance_forward
-        forward: Callable[..., Any] = type(self.layer).forward.__get__(self.layer)
-        return forward
+    def _tiling(self, *, attends: bool) -> Tiling:
+        return Tiling(
+            self.module,
+            self.name,
+            self.record,
+            self.installation,
+            attends=attends,
+            keep_last=self.from_end <= self.installation.policy.keep_last,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with the arguments of its own forward."""
         forward = self.__wrapped__
-        if not torch.is_grad_enabled() or self.installation.policy.mode == "keep":
+        mode, grad = self.installation.policy.mode, torch.is_grad_enabled()
+        if mode == "keep" or (mode == "checkpoint" and not grad):
             return forward(*args, **kwargs)
-        if "torch._dynamo" in sys.modules:
-            refuse_compilation(self.name)
+        if "torch._dynamo" in sys.modules and (reason := compilation_reason()):
+            if not grad:
+                return forward(*args, **kwargs)
+            raise OffloadError(_refusal(self.name, reason))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return forward(*args, **kwargs)  # torch.func allows no saved-tensor hooks
-        if reason := weights_are_elsewhere(self.layer):
+        if mode != "checkpoint":
+            try:
+                call = self.tiling.prepare(forward, args, kwargs)
+            except TileRefused as refused:
+                self._note_refusal(str(refused))
+            else:
+                return forward(*args, **kwargs) if call is None else call.run()
+        if not grad:
+            return forward(*args, **kwargs)
+        return self._checkpointed(args, kwargs)
+
+    def _note_refusal(self, reason: str) -> None:
+        if not torch.is_grad_enabled():
+            return  # an untouched forward is right, only larger
+        if self.installation.policy.mode == "tiled":
+            raise LayerRefused(
+                f"offload: expected layer '{self.name}' to run tile by tile, but {reason}. "
+                "Use Policy(mode='auto'), which runs such layers in checkpoint mode."
+            )
+        self.installation.warn_once(
+            f"untiled: {reason}",
+            f"offload: layer '{self.name}' runs in checkpoint mode, not tile by tile: {reason}.",
+        )
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = self.__wrapped__
+        if reason := weights_are_elsewhere(self.module):
             raise LayerRefused(_refusal(self.name, reason))
-        region = CheckpointRegion(forward, args, kwargs, self.on_replay)
+        region = CheckpointRegion(self.module, forward, args, kwargs, self.tiling.on_recompute)
         if not self._needs_gradients(region):
             return forward(*args, **kwargs)
         if reason := region.cannot_replay:
@@ -142,7 +106,7 @@ class LayerCall:
 
     def _needs_gradients(self, region: CheckpointRegion) -> bool:
         return any(t.requires_grad for t in region.tensors) or any(
-            parameter.requires_grad for parameter in self.layer.parameters()
+            parameter.requires_grad for parameter in self.module.parameters()
         )
 
     def _run(self, region: CheckpointRegion) -> Any:
@@ -151,6 +115,7 @@ class LayerCall:
             default_store().begin_order()
         installation.note_inputs(region.tensors)
         self.record.forwards += 1
+        self.record.mode = "checkpoint"
         activations = activations_among(region.tensors)
 
         def tier_of(tensor: torch.Tensor) -> str:
@@ -158,8 +123,8 @@ class LayerCall:
                 return "device"
             return installation.tier_of(tensor, self.from_end)
 
-        buffers = BufferSnapshot(self.layer, self.written_buffers)
-        parameters = ParameterSnapshot(self.layer, self.name)
+        buffers = BufferSnapshot(self.module, self.written_buffers)
+        parameters = ParameterSnapshot(self.module, self.name)
         region.snapshots = [buffers, parameters]
         output = run_checkpointed(region, tier_of, self.record)
         parameters.check_after_forward()
@@ -173,29 +138,38 @@ class LayerCall:
             )
         return output
 
-    def on_replay(self) -> None:
-        """Called when backward replays a call of this layer."""
-        self.record.recomputes += 1
-        self.installation.progress.on_recompute()
-        self.installation.warn_if_idle()
+
+class TokenwiseCall(LayerCall):
+    """Stands in for the forward of a module between layers and loss, such as the final norm.
+
+    Run whole, such a module would be the step's peak. It is run by tiles or, where that is refused,
+    untouched: to recompute it alone would free nothing.
+    """
+
+    def __init__(
+        self, layer: nn.Module, name: str, from_end: int, installation: Installation
+    ) -> None:
+        super().__init__(layer, name, from_end, installation)
+        self.tiling = self._tiling(attends=False)
+
+    def _note_refusal(self, reason: str) -> None:
+        """Says nothing: the module is as it was."""
+
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.__wrapped__(*args, **kwargs)
 
 
-def refuse_compilation(name: str) -> None:
-    """Raises when the call comes from inside a compiled region.
+def compilation_reason() -> str:
+    """Says so when a call comes from inside a compiled region; else empty.
 
     Tracing would run the saved-tensor hooks once, on fake tensors, and build their result into the
     graph.
-
-    Args:
-        name: the layer's, for the message.
-
-    Raises:
-        OffloadError: while `torch.compile` traces or runs the caller.
     """
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     if torch.compiler.is_compiling() or get_eval_frame_callback() not in (None, False):
-        raise OffloadError(_refusal(name, "it is called from a model or layer under torch.compile"))
+        return "it is called from a model or layer under torch.compile"
+    return ""
 
 
 def _refusal(name: str, reason: str) -> str:

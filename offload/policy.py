@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MODES = ("auto", "checkpoint", "keep")
+MODES = ("auto", "tiled", "checkpoint", "keep")
 TIERS = ("auto", "device", "host")
+ATTENTION = ("auto", "torch", "reference")
 MIN_HOST_BYTES = 64 << 20
 """The arena commits and page-locks memory in steps of this size."""
 
@@ -54,17 +55,25 @@ class Policy:
     """How layers are run and where their activations live. The defaults suit a card.
 
     Attributes:
-        mode: `"checkpoint"` recomputes each layer in backward from its offloaded input; `"keep"`
-            leaves layers untouched; `"auto"` takes the best mode that is right for the layer.
-        tier: `"host"` copies layer inputs to page-locked host memory, `"device"` keeps them where
-            they are, `"auto"` is host for a model on a card and device for one on the CPU, whose
+        mode: `"tiled"` runs layers tile by tile along the sequence, without ever recomputing
+            attention; `"checkpoint"` recomputes each layer whole in backward from its offloaded
+            input; `"keep"` leaves layers untouched. `"auto"` runs those by tiles that are proved to
+            give the same gradients so, the others in checkpoint mode; `"tiled"` raises for those.
+        tile_tokens: length of a tile. Shorter ones need less memory; those below some hundred
+            tokens leave the device idle.
+        tier: `"host"` copies what backward needs to page-locked host memory, `"device"` keeps it
+            where it is, `"auto"` is host for a model on a card and device for one on the CPU, whose
             memory is the host's already.
         host_bytes: cap of the host arena, which all models of the process share; the policy that
             set it last wins; at least 64 MiB. None: 70 % of the memory available when the arena is
             made.
-        keep_last: layers at the end whose inputs stay on the device, since backward needs them
-            first.
-        min_bytes: smaller tensors stay where they are; a copy of one costs more than it frees.
+        keep_last: layers at the end of which the input (tiled: what the last tile needs) stays on
+            the device, since backward needs it first.
+        min_bytes: smaller layer inputs stay where they are; a copy costs more than it frees.
+        attention: kernels of tiled layers: `"torch"` takes those of PyTorch, `"reference"` a plain
+            formula that is slow and easy to trust, `"auto"` the fastest for the device.
+        loss_chunk_tokens: tokens whose logits exist at once where a transformers model computes its
+            loss. None: as many as make 128 MiB; 0 leaves the model's loss alone.
 
     Raises:
         ValueError: if a value is out of range.
@@ -72,20 +81,25 @@ class Policy:
     """
 
     mode: str = "auto"
+    tile_tokens: int = 2048
     tier: str = "auto"
     host_bytes: int | str | None = None
     keep_last: int = 1
     min_bytes: int | str = 1 << 20
+    attention: str = "auto"
+    loss_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"Policy: expected mode in {MODES}, got {self.mode!r}.")
         if self.tier not in TIERS:
             raise ValueError(f"Policy: expected tier in {TIERS}, got {self.tier!r}.")
-        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int):
-            raise TypeError(f"Policy: expected an int for keep_last, got {self.keep_last!r}.")
-        if self.keep_last < 0:
-            raise ValueError(f"Policy: expected keep_last >= 0, got {self.keep_last}.")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"Policy: expected attention in {ATTENTION}, got {self.attention!r}.")
+        _check_count("keep_last", self.keep_last, 0)
+        _check_count("tile_tokens", self.tile_tokens, 1)
+        if self.loss_chunk_tokens is not None:
+            _check_count("loss_chunk_tokens", self.loss_chunk_tokens, 0)
         object.__setattr__(self, "min_bytes", parse_bytes(self.min_bytes))
         if self.host_bytes is not None:
             object.__setattr__(self, "host_bytes", parse_bytes(self.host_bytes))
@@ -94,3 +108,10 @@ class Policy:
                     f"Policy: expected host_bytes >= 64 MiB, got {self.host_bytes}. Use "
                     "tier='device' to stay off the host."
                 )
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"Policy: expected an int for {name}, got {value!r}.")
+    if value < least:
+        raise ValueError(f"Policy: expected {name} >= {least}, got {value}.")

@@ -8,8 +8,8 @@ from torch import nn
 import offload
 from offload.layer_call import LayerCall
 
-FORCED = offload.Policy(tier="host", min_bytes=0)
-"""Copies every layer input to the arena and back, also on a CPU."""
+FORCED = offload.Policy(mode="checkpoint", tier="host", min_bytes=0)
+"""Checkpoint mode that copies every layer input to the arena and back, also on a CPU."""
 
 
 class Block(nn.Module):

@@ -15,8 +15,8 @@ from tests.models import FORCED, Block, Stack, assert_same_step, blocks, calls_o
 
 POLICIES = {
     "forced": FORCED,
-    "by reference": offload.Policy(),
-    "keep none": offload.Policy(keep_last=0),
+    "by reference": offload.Policy(mode="checkpoint"),
+    "keep none": offload.Policy(mode="checkpoint", keep_last=0),
 }
 
 

@@ -11,7 +11,7 @@ from tests.models import Block, Stack, assert_same_step, blocks, calls_of, step
 
 pytestmark = pytest.mark.needs_cuda
 
-ALL = offload.Policy(min_bytes=0)
+ALL = offload.Policy(mode="checkpoint", min_bytes=0)
 
 
 def twins(model, policy=ALL):

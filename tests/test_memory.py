@@ -146,7 +146,7 @@ def test_step_300_uses_as_many_bytes_as_step_10(store, trouble):
 def test_a_full_arena_fails_the_step_cleanly_and_the_next_one_works(store):
     store.trim()
     cap = _native.arena_statistics().cap_bytes if _native.started() else 1 << 30
-    policy = offload.Policy(tier="host", min_bytes=0, host_bytes="64MiB")
+    policy = offload.Policy(mode="checkpoint", tier="host", min_bytes=0, host_bytes="64MiB")
     model = offload.wrap(blocks(4, 64), policy=policy)
     try:
         with pytest.raises(offload.ArenaFull, match=r"Policy\.host_bytes"):

@@ -47,9 +47,9 @@ def test_a_report_shows_where_the_bytes_are_now(store):
 @pytest.mark.parametrize(
     ("policy", "verdict"),
     [
-        (offload.Policy(), "checkpointing only: 3/3 layers.*kept by reference"),
+        (offload.Policy(), "recomputing only: 3/3 layers.*kept by reference"),
         (offload.Policy(mode="keep"), "not active: 0/3 layers.*'keep'"),
-        (offload.Policy(tier="device"), "checkpointing only.*tier is 'device'"),
+        (offload.Policy(tier="device"), "recomputing only.*tier is 'device'"),
     ],
 )
 def test_a_verdict_says_why_nothing_moved(store, policy, verdict):

@@ -51,7 +51,7 @@ def inner_forwards(model):
     """Counts how often the model's layers really run: forwards of their first norm or attention."""
     counts = []
     for call in calls_of(model):
-        first = next(iter(call.layer.children()))
+        first = next(iter(call.module.children()))
         first.register_forward_hook(lambda *_: counts.append(1))
     return counts
 
@@ -89,7 +89,7 @@ def test_generating_in_training_mode_uses_the_cache(store):
     wrapped = offload.wrap(build(), policy=FORCED)
     step(wrapped, language_loss())
     lengths = []
-    calls_of(wrapped)[0].layer.register_forward_pre_hook(
+    calls_of(wrapped)[0].module.register_forward_pre_hook(
         lambda module, args: lengths.append(args[0].shape[1])
     )
     with torch.no_grad():

@@ -16,8 +16,9 @@ class Record:
     """Counters of one layer, summed over all steps, and its tickets that are alive now.
 
     Attributes:
-        forwards: calls that were checkpointed.
-        recomputes: replays in backward; equal to `forwards` when every forward had one backward.
+        mode: how the last call with gradients was run: `"tiled"`, `"checkpoint"`, or `""`.
+        forwards: calls that will be recomputed.
+        recomputes: recomputes in backward; equal to `forwards` when every forward had one backward.
         offloaded_tensors, offloaded_bytes: copies to the host that were started.
         kept_tensors, kept_bytes: saved tensors that stayed on the device, by reference.
         reloaded_bytes: copies back to the device that were started.
@@ -26,6 +27,7 @@ class Record:
     """
 
     name: str
+    mode: str = ""
     forwards: int = 0
     recomputes: int = 0
     offloaded_tensors: int = 0

@@ -69,7 +69,9 @@ class Store:
                 self._link(ticket)
         return ticket
 
-    def offload(self, tensor: torch.Tensor, record: Record | None = None) -> Ticket:
+    def offload(
+        self, tensor: torch.Tensor, record: Record | None = None, *, in_order: bool = True
+    ) -> Ticket:
         """Starts the copy of a tensor to the host and returns the ticket that owns the bytes.
 
         The copy is ordered after what the current stream of the tensor's device has queued. The
@@ -80,6 +82,7 @@ class Store:
             tensor: a plain strided tensor (`identity.is_plain`) on the CPU or a CUDA device.
                 Tensors without elements are kept by reference.
             record: where to count it.
+            in_order: whether reloads of later tickets start this one's; `link` does it later.
 
         Returns:
             A ticket of tier `host`; with no elements, of tier `device`.
@@ -104,7 +107,8 @@ class Store:
         with self._lock:
             self._sources.setdefault(tensor.device, deque()).append(entry)
             self._shared[key] = (weakref.ref(ticket), storage_reference(tensor))
-            self._link(ticket)
+            if in_order:
+                self._link(ticket)
             if record is not None:
                 record.offloaded_tensors += 1
                 record.offloaded_bytes += layout.nbytes
@@ -120,6 +124,11 @@ class Store:
             found = self._shared.get(key)
         ticket = found[0]() if found is not None else None
         return ticket if ticket is not None and ticket.native is not None else None
+
+    def link(self, ticket: Ticket) -> None:
+        """Puts a ticket that was stored out of order behind those stored so far."""
+        with self._lock:
+            self._link(ticket)
 
     def _link(self, ticket: Ticket) -> None:
         ticket.previous = self._last.get(ticket.device)

@@ -3,18 +3,38 @@
 Nothing here imports transformers; where the program has not, there is nothing to adapt to.
 """
 
+from offload.adapters.transformers.attention import (
+    attention_routed,
+    configs_of,
+    routed_among,
+)
+from offload.adapters.transformers.body import (
+    CAPTURE_SWITCHES,
+    install_bodies,
+    uninstall_bodies,
+    untiled_reason,
+)
 from offload.adapters.transformers.caches import cannot_replay, is_cache, snapshot_caches
 from offload.adapters.transformers.capturing import stop_collecting_outputs
 from offload.adapters.transformers.checkpointing import install, is_wrapped, uninstall
 from offload.adapters.transformers.library import find_layers
+from offload.adapters.transformers.masks import is_interval_mask
 
 __all__ = [
+    "CAPTURE_SWITCHES",
+    "attention_routed",
     "cannot_replay",
+    "configs_of",
     "find_layers",
     "install",
+    "install_bodies",
     "is_cache",
+    "is_interval_mask",
     "is_wrapped",
+    "routed_among",
     "snapshot_caches",
     "stop_collecting_outputs",
     "uninstall",
+    "uninstall_bodies",
+    "untiled_reason",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,12 @@ def class_of(module: str, name: str) -> type | tuple[()]:
     """Returns a class of transformers, or what nothing is an instance of."""
     found = getattr(sys.modules.get(module), name, ())
     return found if isinstance(found, type) else ()
+
+
+def function_of(module: str, name: str) -> Callable[..., Any] | None:
+    """Returns a function of transformers, or None."""
+    found: Callable[..., Any] | None = getattr(sys.modules.get(module), name, None)
+    return found
 
 
 def checkpointing_layer_class() -> type | tuple[()]:

@@ -1,0 +1,82 @@
+"""Model bodies, which make the masks: switched to our attention while they run."""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.adapters.transformers.attention import attention_routed, configs_of
+from offload.adapters.transformers.caches import is_cache
+from offload.adapters.transformers.library import pretrained_modules
+from offload.stand_in import ForwardStandIn
+
+CAPTURE_SWITCHES = frozenset({"output_attentions", "output_router_logits"})
+"""Arguments that ask for what tiles do not return."""
+
+_reason_in_call: ContextVar[str | None] = ContextVar("offload_body_reason", default=None)
+"""Why layers of the body that runs now are not tiled; empty where they are, None outside a body."""
+
+
+def untiled_reason() -> str:
+    """Says why the model body that runs now must not run its layers by tiles; else empty."""
+    return _reason_in_call.get() or ""
+
+
+class BodyCall(ForwardStandIn):
+    """Stands in for the forward of a library model: switches the attention for the call.
+
+    Left alone are calls whose attention weights or router logits are wanted, and those without
+    gradients that fill a key-value cache, such as `generate`'s.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model; a model inside another one follows what the outer one decided."""
+        forward = self.__wrapped__
+        if _reason_in_call.get() is not None:
+            return forward(*args, **kwargs)
+        reason = self._reason(_named(forward, args, kwargs))
+        token = _reason_in_call.set(reason)
+        try:
+            with attention_routed([] if reason else configs_of(self.module)):
+                return forward(*args, **kwargs)
+        finally:
+            _reason_in_call.reset(token)
+
+    def _reason(self, arguments: dict[str, Any]) -> str:
+        config = getattr(self.module, "config", None)
+        for name in sorted(CAPTURE_SWITCHES):
+            value = arguments.get(name)
+            if value if value is not None else getattr(config, name, False):
+                return f"{name} is on"
+        if torch.is_grad_enabled():
+            return ""
+        use_cache = arguments.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(config, "use_cache", False)
+        if use_cache or any(is_cache(value) for value in arguments.values()):
+            return "a key-value cache is filled"
+        return ""
+
+
+def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    parameters = list(inspect.signature(forward).parameters) if args else []
+    return dict(zip(parameters, args, strict=False)) | kwargs
+
+
+def install_bodies(model: nn.Module) -> None:
+    """Makes every library model inside a model switch the attention while it runs."""
+    for module in pretrained_modules(model):
+        if not isinstance(module.__dict__.get("forward"), BodyCall):
+            BodyCall(module).put()
+
+
+def uninstall_bodies(model: nn.Module) -> None:
+    """Undoes `install_bodies`."""
+    for module in pretrained_modules(model):
+        call = module.__dict__.get("forward")
+        if isinstance(call, BodyCall):
+            call.remove()

@@ -1,0 +1,93 @@
+"""What the wrapped layers of one model share."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from offload.policy import Policy
+from offload.store.identity import nbytes_of
+from offload.store.statistics import Progress, Record
+
+
+class Installation:
+    """The policy of a wrapped model, its counters, and what it has warned of.
+
+    Args:
+        policy: how layers are run.
+        layer_count: how many layers were wrapped.
+        verify: whether each layer's first call is compared whole.
+    """
+
+    def __init__(self, policy: Policy, layer_count: int, *, verify: bool = False) -> None:
+        self.policy = policy
+        self.layer_count = layer_count
+        self.verify = verify
+        self.progress = Progress()
+        self.records: list[Record] = []
+        self.largest_input_bytes = 0
+        self.input_device_type = ""
+        self.warned: set[str] = set()
+
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
+        """Remembers the largest layer input, for the report."""
+        largest = max(tensors, key=nbytes_of, default=None)
+        if largest is not None and nbytes_of(largest) > self.largest_input_bytes:
+            self.largest_input_bytes = nbytes_of(largest)
+            self.input_device_type = largest.device.type
+
+    def wants_host(self, tensor: torch.Tensor) -> bool:
+        """Whether what backward needs of a layer with this input leaves the device."""
+        policy = self.policy
+        if policy.tier == "device" or (policy.tier == "auto" and tensor.device.type == "cpu"):
+            return False
+        return nbytes_of(tensor) >= int(policy.min_bytes)
+
+    def tier_of(self, tensor: torch.Tensor, from_end: int) -> str:
+        """Returns where the input of a layer in checkpoint mode goes, as `OffloadHooks` wants."""
+        policy = self.policy
+        on_device = policy.tier == "device" or (
+            policy.tier == "auto" and tensor.device.type == "cpu"
+        )
+        if on_device or from_end <= policy.keep_last:
+            return "ordered"
+        return "host" if self.wants_host(tensor) else "device"
+
+    def idle_reason(self) -> str:
+        """Says why nothing was moved to the host so far; empty when something was."""
+        policy = self.policy
+        if any(record.offloaded_tensors for record in self.records):
+            return ""
+        if policy.mode == "keep":
+            return "mode is 'keep'"
+        if not any(record.forwards for record in self.records):
+            return "no layer has run with gradients yet"
+        if policy.tier == "device":
+            return "tier is 'device'"
+        if policy.tier == "auto" and self.input_device_type == "cpu":
+            return (
+                "the model is on the CPU, whose memory is the host's: inputs are kept by reference"
+            )
+        if self.largest_input_bytes >= int(policy.min_bytes):
+            return (
+                f"all {self.layer_count} layers are among the last {policy.keep_last} that are kept"
+            )
+        return (
+            f"the largest layer input has {self.largest_input_bytes:,} bytes, below min_bytes "
+            f"{policy.min_bytes:,}"
+        )
+
+    def warn_if_idle(self) -> None:
+        """Warns once when a step that was to move something moved nothing."""
+        wants_host = self.policy.tier == "host" or (
+            self.policy.tier == "auto" and self.input_device_type != "cpu"
+        )
+        if wants_host and (reason := self.idle_reason()):
+            self.warn_once("idle", f"offload: a training step moved nothing to the host: {reason}.")
+
+    def warn_once(self, topic: str, message: str) -> None:
+        """Warns once per topic and model."""
+        if topic not in self.warned:
+            self.warned.add(topic)
+            warnings.warn(message, stacklevel=3)
