@@ -13,6 +13,7 @@ from offload.errors import LayerRefused
 from offload.installation import Installation
 from offload.layer_call import LayerCall, TokenwiseCall
 from offload.policy import Policy
+from offload.stand_in import stand_in_of
 from offload.store import default_store, engine
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -103,6 +104,7 @@ def _install(model: nn.Module, named: NamedLayers, installation: Installation) -
         for name, module in find_tokenwise(model, named):
             TokenwiseCall(module, name, 0, installation).put()
         hf.install_bodies(model)
+        hf.install_head(model, policy.loss_chunk_tokens)
     if policy.mode != "keep":
         hf.install(model)
 
@@ -122,6 +124,7 @@ def unwrap(model: Model) -> Model:
     wrapped = wrapped_layers(model)
     for call in wrapped:
         call.remove()
+    hf.uninstall_head(model)
     hf.uninstall_bodies(model)
     hf.uninstall(model)
     if wrapped:
@@ -131,4 +134,5 @@ def unwrap(model: Model) -> Model:
 
 def wrapped_layers(model: nn.Module) -> list[LayerCall]:
     """Returns the calls of a model's wrapped layers, in the order of `modules()`."""
-    return [module.__dict__["forward"] for module in model.modules() if hf.is_wrapped(module)]
+    calls = (stand_in_of(module, LayerCall) for module in model.modules())
+    return [call for call in calls if call is not None]

@@ -30,7 +30,7 @@ class LayerCall(ForwardStandIn):
         installation: what the model's layers share.
     """
 
-    is_offload_layer_call = True
+    stands_for_layer = True
 
     def __init__(
         self, layer: nn.Module, name: str, from_end: int, installation: Installation

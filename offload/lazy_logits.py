@@ -146,7 +146,7 @@ class LazyLogits:
 
         Args:
             labels: `[...]`, int64, aligned with the logits unless `shift` is given.
-            options: of `linear_cross_entropy`, except `bias`, `softcap` and `logit_scale`.
+            **options: of `linear_cross_entropy`, except `bias`, `softcap` and `logit_scale`.
 
         Returns:
             The loss, in float32 or wider, on `device`.

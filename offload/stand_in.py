@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+
+SLOTS = ("forward", "_old_forward")
+"""Attributes that hold a forward; the second is what accelerate's hooks call."""
 
 
 class ForwardStandIn:
@@ -19,9 +22,12 @@ class ForwardStandIn:
         module: the module to stand on; `put` does it.
     """
 
+    stands_for_layer = False
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.instance_forward: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+        self.instance_forward: Callable[..., Any] | None = module.__dict__.get(self._slot)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -32,18 +38,38 @@ class ForwardStandIn:
         return forward
 
     def put(self) -> None:
-        """Takes the module's forward over."""
-        self.module.forward = self
+        """Takes the module's forward over; behind accelerate's hooks, where there are some."""
+        self.module.__dict__[self._slot] = self
 
     def remove(self) -> None:
-        """Gives the forward back, unless somebody has put another in front of this one."""
-        if self.module.__dict__.get("forward") is not self:
+        """Gives the forward back; does nothing where another has been put in front of this one."""
+        attributes = self.module.__dict__
+        slot = next((name for name in SLOTS if attributes.get(name) is self), None)
+        if slot is None:
             return
-        if self.instance_forward is not None:
-            self.module.forward = self.instance_forward
+        if self.instance_forward is not None or slot != "forward":
+            attributes[slot] = self.__wrapped__
         else:
-            del self.module.forward
+            del attributes[slot]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with the arguments of its own forward."""
         return self.__wrapped__(*args, **kwargs)
+
+
+StandIn = TypeVar("StandIn", bound=ForwardStandIn)
+
+
+def stand_in_of(module: nn.Module | None, kind: type[StandIn]) -> StandIn | None:
+    """Returns the stand-in of a kind that is on a module; None where another is in front of it.
+
+    Args:
+        module: any module, or None.
+        kind: class of the stand-in.
+
+    Returns:
+        The stand-in that stands for the module's forward, or for the one accelerate's hooks call.
+    """
+    attributes = module.__dict__ if module is not None else {}
+    calls = (attributes.get(slot) for slot in SLOTS)
+    return next((call for call in calls if isinstance(call, kind)), None)

@@ -93,13 +93,16 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def _chunk_loss(
     logits: torch.Tensor, labels: torch.Tensor, options: _Options, upstream: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns the losses `[C]` of a chunk, and turns its logits into their gradient, in place.
+    """Computes the losses of a chunk, and turns its logits into their gradient, in place.
 
     Args:
         logits: `[C, V]`, wide, straight from the matrix product; overwritten.
         labels: `[C]`, all within the vocabulary.
         options: of the call.
         upstream: `[C]`, gradients of the losses; None leaves rubbish in `logits`.
+
+    Returns:
+        `[C]`, wide.
     """
     smoothing, vocab = options.label_smoothing, logits.shape[1]
     slope = None
@@ -137,13 +140,16 @@ def _by_chunks(
     gradients: _Gradients | None,
     upstream: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the losses `[N]`, 0 where ignored, and fills `gradients` if there are any.
+    """Computes the losses, and fills `gradients` if there are any.
 
     Args:
         inputs: hidden `[N, E]`, weight `[V, E]`, bias `[V]` or None, labels `[N]`.
         options: of the call.
         gradients: to fill, or None.
         upstream: `[N]`, gradients of the losses; None for ones.
+
+    Returns:
+        `[N]`, wide, 0 where ignored.
     """
     hidden, weight, bias, labels = inputs
     weight = weight.to(options.dtype)

@@ -16,7 +16,8 @@ from offload.adapters.transformers.body import (
 )
 from offload.adapters.transformers.caches import cannot_replay, is_cache, snapshot_caches
 from offload.adapters.transformers.capturing import stop_collecting_outputs
-from offload.adapters.transformers.checkpointing import install, is_wrapped, uninstall
+from offload.adapters.transformers.checkpointing import install, uninstall
+from offload.adapters.transformers.head import install_head, uninstall_head
 from offload.adapters.transformers.library import find_layers
 from offload.adapters.transformers.masks import is_interval_mask
 
@@ -28,13 +29,14 @@ __all__ = [
     "find_layers",
     "install",
     "install_bodies",
+    "install_head",
     "is_cache",
     "is_interval_mask",
-    "is_wrapped",
     "routed_among",
     "snapshot_caches",
     "stop_collecting_outputs",
     "uninstall",
     "uninstall_bodies",
+    "uninstall_head",
     "untiled_reason",
 ]

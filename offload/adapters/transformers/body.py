@@ -12,7 +12,7 @@ from torch import nn
 from offload.adapters.transformers.attention import attention_routed, configs_of
 from offload.adapters.transformers.caches import is_cache
 from offload.adapters.transformers.library import pretrained_modules
-from offload.stand_in import ForwardStandIn
+from offload.stand_in import ForwardStandIn, stand_in_of
 
 CAPTURE_SWITCHES = frozenset({"output_attentions", "output_router_logits"})
 """Arguments that ask for what tiles do not return."""
@@ -70,13 +70,12 @@ def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 def install_bodies(model: nn.Module) -> None:
     """Makes every library model inside a model switch the attention while it runs."""
     for module in pretrained_modules(model):
-        if not isinstance(module.__dict__.get("forward"), BodyCall):
+        if stand_in_of(module, BodyCall) is None:
             BodyCall(module).put()
 
 
 def uninstall_bodies(model: nn.Module) -> None:
     """Undoes `install_bodies`."""
     for module in pretrained_modules(model):
-        call = module.__dict__.get("forward")
-        if isinstance(call, BodyCall):
+        if (call := stand_in_of(module, BodyCall)) is not None:
             call.remove()

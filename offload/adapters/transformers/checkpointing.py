@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from offload.adapters.transformers.library import checkpointing_layer_class, pretrained_modules
+from offload.stand_in import ForwardStandIn, stand_in_of
 
 _SWITCHES = ("_set_gradient_checkpointing", "enable_input_require_grads")
 
@@ -61,7 +62,8 @@ def call_directly(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether `offload.wrap` has taken over the module's forward."""
-    return getattr(module.__dict__.get("forward"), "is_offload_layer_call", False)
+    call = stand_in_of(module, ForwardStandIn)
+    return call is not None and call.stands_for_layer
 
 
 def install(model: nn.Module) -> None:

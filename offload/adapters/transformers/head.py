@@ -20,6 +20,7 @@ from torch import nn
 from offload.adapters.accelerate import weights_are_elsewhere
 from offload.adapters.transformers.library import pretrained_modules
 from offload.lazy_logits import LazyLogits
+from offload.stand_in import ForwardStandIn, stand_in_of
 
 
 class HeadState:
@@ -39,40 +40,19 @@ class HeadState:
             )
 
 
-_SLOTS = ("forward", "_old_forward")
-"""Attributes that hold a forward; the second is what accelerate's hooks call."""
-
 _running: ContextVar[HeadState | None] = ContextVar("offload_running_head", default=None)
 """The model whose forward now computes a loss."""
 
 
-class _ForwardCall:
-    """Stands in for a forward; the one behind it is looked up at every call."""
+class _HeadStandIn(ForwardStandIn):
+    """A stand-in that knows the state its model shares."""
 
-    def __init__(self, module: nn.Module, state: HeadState, slot: str = "forward") -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, state: HeadState) -> None:
+        super().__init__(module)
         self.state = state
-        self.instance_forward: Callable[..., Any] | None = module.__dict__.get(slot)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, bound; `inspect.signature` finds it here."""
-        if self.instance_forward is not None:
-            return self.instance_forward
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
-
-    def remove(self) -> None:
-        """Puts the earlier forward back."""
-        attributes = self.module.__dict__
-        slot = next(name for name in _SLOTS if attributes.get(name) is self)
-        if self.instance_forward is not None or slot != "forward":
-            attributes[slot] = self.__wrapped__
-        else:
-            del attributes[slot]
 
 
-class CausalCall(_ForwardCall):
+class CausalCall(_HeadStandIn):
     """Stands in for the forward of a causal language model and tells its head to be lazy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +83,7 @@ class CausalCall(_ForwardCall):
         if labels is None or not isinstance(self.module.__dict__.get("_loss_function"), HeadLoss):
             return False
         head = _head_of(self.module)
-        if _call_of(head, HeadCall) is None:
+        if stand_in_of(head, HeadCall) is None:
             self.state.warn_once("the head was replaced after offload took it over; wrap again")
             return False
         if reason := _unsuited(head):
@@ -111,7 +91,7 @@ class CausalCall(_ForwardCall):
         return not reason
 
 
-class HeadCall(_ForwardCall):
+class HeadCall(_HeadStandIn):
     """Stands in for the forward of a head, a plain `nn.Linear`."""
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -200,17 +180,16 @@ def install_head(model: nn.Module, chunk_tokens: int | None) -> None:
             state.warn_once(reason)
             continue
         assert head is not None
-        slot = "_old_forward" if "_old_forward" in head.__dict__ else "forward"
-        setattr(head, slot, HeadCall(head, state, slot))
+        HeadCall(head, state).put()
         previous = module.__dict__.get("_loss_function")
         module.loss_function = HeadLoss(loss, state, previous)  # type: ignore[assignment]
-        module.forward = CausalCall(module, state)
+        CausalCall(module, state).put()
 
 
 def uninstall_head(model: nn.Module) -> None:
     """Undoes `install_head`; a model without it is left alone."""
     for module in model.modules():
-        while (call := _call_of(module, _ForwardCall)) is not None:
+        while (call := stand_in_of(module, _HeadStandIn)) is not None:
             call.remove()
         loss = module.__dict__.get("_loss_function")
         if isinstance(loss, HeadLoss):
@@ -223,13 +202,6 @@ def uninstall_head(model: nn.Module) -> None:
 def _head_of(module: nn.Module) -> nn.Module | None:
     head: Any = module.get_output_embeddings()  # type: ignore[operator]
     return head if isinstance(head, nn.Module) else None
-
-
-def _call_of(module: nn.Module | None, kind: type[_ForwardCall]) -> _ForwardCall | None:
-    """Returns a module's call of some kind, also where accelerate keeps it."""
-    attributes: dict[str, Any] = {} if module is None else module.__dict__
-    calls = (attributes.get(slot) for slot in _SLOTS)
-    return next((call for call in calls if isinstance(call, kind)), None)
 
 
 def _is_causal_loss(loss: Any) -> bool:
@@ -252,7 +224,7 @@ def _unsuited(head: nn.Module | None) -> str:
     if any(hooks):
         return "a hook sits on the head"
     if reason := weights_are_elsewhere(head):
-        return f"of the head, {reason}"
+        return f"the head's weight is not at hand ({reason})"
     forward = head.__dict__.get("forward")
     if forward is not None and not isinstance(forward, HeadCall) and not hasattr(head, "_hf_hook"):
         return "the head's forward has been replaced"
@@ -271,5 +243,5 @@ def _unsuited_tensors(hidden: Any, weight: torch.Tensor, bias: torch.Tensor | No
         hidden.device.type
     )
     if hidden.device != weight.device or (hidden.dtype != weight.dtype and not autocast):
-        return f"its input is {hidden.dtype} on {hidden.device}, its weight {weight.dtype}"
+        return f"the head's input is {hidden.dtype} on {hidden.device}, its weight {weight.dtype}"
     return ""
