@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import plot, step
+from bench import forward, plot, step
 
-COMMANDS = {"step": step, "plot": plot}
+COMMANDS = {"step": step, "forward": forward, "plot": plot}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import statistics
 import sys
@@ -20,6 +21,14 @@ class MemoryLimitExceeded(RuntimeError):
     """The live storages passed the limit that the measurement was given."""
 
 
+@dataclasses.dataclass
+class _Storage:
+    """A living storage: its size, and which of the tracker's sums it belongs to."""
+
+    size_bytes: int
+    kind: str
+
+
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of living tensor storages of one device type, op by op.
 
@@ -28,6 +37,15 @@ class StorageTracker(TorchDispatchMode):
     carries into backward. Not seen: scratch memory that a kernel allocates and frees inside one
     op, and storages that torch did not allocate (views of a host arena or of a numpy array).
     A step under the tracker is slower, so its time is not reported.
+
+    `activation_bytes` is what lives besides the tensors that `watch` was given and, after
+    `follow_gradients`, besides the parameters' gradients; `peak_activation_bytes` is the highest
+    value that it had at any op, not a difference of two peaks. A gradient is one from the moment
+    that autograd has put it into a parameter's `.grad`. Until then, on its way through the graph or
+    waiting for the other use of a shared weight, it counts as activation, and so does the
+    temporary that is about to be added to a `.grad`. It stays a gradient until its storage dies,
+    also where `.grad` was set to None before and somebody else holds it. A `.grad` that is
+    assigned without autograd is not recognised.
 
     A storage is known by a weak reference to its Python object, which torch keeps for as long as
     the C++ storage lives; the reference's callback takes it out, so a recycled address is new.
@@ -43,8 +61,11 @@ class StorageTracker(TorchDispatchMode):
         self.limit_bytes = limit_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.activation_bytes = 0
+        self.peak_activation_bytes = 0
         self.series: list[tuple[float, int]] = []
-        self._sizes: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._storages: dict[weakref.ref[torch.UntypedStorage], _Storage] = {}
+        self._hooks: list[Any] = []
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> int:
         """Counts tensors that lived before the tracker, such as weights.
@@ -56,8 +77,26 @@ class StorageTracker(TorchDispatchMode):
             The live bytes afterwards.
         """
         for tensor in tensors:
-            self._see(tensor, allocated_by_torch=False)
+            self._see(tensor, "watched")
         return self.live_bytes
+
+    def follow_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Tells gradients from activations, by hooks on the parameters until the mode is left.
+
+        Args:
+            parameters: Their `.grad`, now and as autograd sets it, is no activation.
+        """
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._see(parameter.grad, "gradient")
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._take_gradient)
+                self._hooks.append(hook)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,7 +104,7 @@ class StorageTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_iter(out):
             if isinstance(leaf, torch.Tensor):
-                self._see(leaf)
+                self._see(leaf, "activation")
         if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
             live, limit = self.live_bytes, self.limit_bytes
             del out, leaf
@@ -75,26 +114,44 @@ class StorageTracker(TorchDispatchMode):
             )
         return out
 
-    def _see(self, tensor: torch.Tensor, allocated_by_torch: bool = True) -> None:
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        self._see(parameter.grad, "gradient")
+
+    def _see(self, tensor: torch.Tensor, kind: str) -> None:
         if tensor.device.type != self.device_type or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
         reference = weakref.ref(storage, self._forget)
-        known = self._sizes.get(reference)
-        if known is None and allocated_by_torch and not storage.resizable():
-            return
+        known = self._storages.get(reference)
         size = storage.nbytes()
-        self._sizes[reference] = size  # of a resized storage the first reference stays the key
-        self._count(size - (known or 0))
+        if known is None:
+            if kind != "watched" and not storage.resizable():
+                return  # torch did not allocate it
+            self._storages[reference] = _Storage(size, kind)
+            self._count(size, kind)
+            return
+        # Of a known storage the first reference stays the key.
+        self._count(size - known.size_bytes, known.kind)
+        known.size_bytes = size
+        if kind == "gradient" and known.kind == "activation":
+            known.kind = kind
+            self.activation_bytes -= size
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        self._count(-self._sizes.pop(reference, 0))
+        storage = self._storages.pop(reference, None)
+        if storage is not None:
+            self._count(-storage.size_bytes, storage.kind)
 
-    def _count(self, change: int) -> None:
-        if change:
-            self.live_bytes += change
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-            self.series.append((time.perf_counter(), self.live_bytes))
+    def _count(self, change: int, kind: str) -> None:
+        if not change:
+            return
+        self.live_bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.series.append((time.perf_counter(), self.live_bytes))
+        if kind == "activation":
+            self.activation_bytes += change
+            self.peak_activation_bytes = max(self.peak_activation_bytes, self.activation_bytes)
 
 
 def reduce_series(series: list[tuple[float, int]], points: int = 400) -> list[list[float]]:
@@ -141,37 +198,59 @@ def read_peak_rss() -> int | None:
     return int(match[1]) * 1024 if match else None
 
 
-def time_steps(
-    step: Callable[[], Any], steps: int, device: str
-) -> tuple[dict[str, float], list[Any]]:
-    """Runs a step several times, each measured from an idle device to an idle device.
+def time_step(step: Callable[[], Any], device: str) -> tuple[dict[str, float], Any]:
+    """Runs a step once, from an idle device to an idle device.
 
     Args:
         step: What to run.
-        steps: How often.
-        device: A device name; a CUDA device is synchronised around each step.
+        device: A device name; a CUDA device is synchronised before and after.
 
     Returns:
-        Median and extremes of the steps in seconds, the median of the process's own processor
-        seconds (steadier than the clock on a machine that does other work), and what each step
-        returned.
+        Seconds of the clock and of the process's own processors, and what the step returned.
     """
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    seconds, processor_seconds, results = [], [], []
-    for _ in range(steps):
-        synchronize()
-        start, processor_start = time.perf_counter(), time.process_time()
-        results.append(step())
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-        processor_seconds.append(time.process_time() - processor_start)
-    figures = {
+    synchronize()
+    start, processor_start = time.perf_counter(), time.process_time()
+    result = step()
+    synchronize()
+    return {
+        "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - processor_start,
+    }, result
+
+
+def summarize_times(times: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns the figures of one method's timed steps.
+
+    Args:
+        times: Of `time_step`, one a step, at least one.
+
+    Returns:
+        All seconds, their median and extremes, and the median of the processor seconds, which is
+        steadier than the clock on a machine that does other work.
+    """
+    seconds = [time["seconds"] for time in times]
+    return {
+        "step_seconds": seconds,
         "step_s": statistics.median(seconds),
         "step_min_s": min(seconds),
         "step_max_s": max(seconds),
-        "step_processor_s": statistics.median(processor_seconds),
+        "step_processor_s": statistics.median(time["processor_seconds"] for time in times),
     }
-    return figures, results
+
+
+def pair_ratios(seconds: list[float], base_seconds: list[float]) -> dict[str, float]:
+    """Compares two methods whose steps alternated, round by round.
+
+    Args:
+        seconds: Of one method, one a round.
+        base_seconds: Of the other in the same rounds.
+
+    Returns:
+        Median, minimum and maximum of the rounds' ratios; above 1 is slower than the base.
+    """
+    ratios = [a / b for a, b in zip(seconds, base_seconds, strict=True)]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 def limit_device_memory(device: str, limit_bytes: int | None) -> None:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from bench.spec import StepSpec
 
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """One way to run a training step.
-
-    Args:
-        prepare: Takes the model and the spec, returns the model to call.
-        summary: One line for tables and help.
-        totals: Takes the prepared model, returns the method's own counters, summed since the start.
-    """
-
-    prepare: Callable[[Any, StepSpec], Any]
-    summary: str
-    totals: Callable[[Any], dict[str, float]] = lambda model: {}
+if TYPE_CHECKING:
+    import offload
 
 
 def _plain(model: Any, spec: StepSpec) -> Any:
@@ -34,6 +23,13 @@ def _plain(model: Any, spec: StepSpec) -> Any:
 def _checkpoint(model: Any, spec: StepSpec) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def _checkpoint_loss(model: Any, spec: StepSpec) -> Any:
+    from offload.adapters.transformers import install_head
+
+    install_head(_without_peft(model), None)
+    return _checkpoint(model, spec)
 
 
 def _save_on_cpu(model: Any, spec: StepSpec) -> Any:
@@ -46,54 +42,115 @@ def _save_on_cpu(model: Any, spec: StepSpec) -> Any:
         with torch.autograd.graph.save_on_cpu(pin_memory=pin):
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _without_peft(model)
     base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=run_layer)
     base.enable_input_require_grads()
     return model
 
 
-def _offload(tier: str) -> Callable[[Any, StepSpec], Any]:
-    def prepare(model: Any, spec: StepSpec) -> Any:
+def _without_peft(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One way to run a training step.
+
+    Args:
+        summary: One line for tables and help.
+        prepare_baseline: Takes the model and the spec, returns the model to call; None where
+            `offload.wrap` prepares.
+        policy: Fields of `offload.Policy` that make the method; the others come from the spec.
+        exact: Whether it promises, on the CPU, the plain model's results bit for bit. Another
+            method may differ from it by rounding.
+        runs_forward: Whether it changes anything without gradients, or is the plain model.
+    """
+
+    summary: str
+    prepare_baseline: Callable[[Any, StepSpec], Any] | None = None
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    exact: bool = False
+    runs_forward: bool = False
+
+    def make_policy(self, spec: StepSpec) -> offload.Policy:
+        """Returns the policy of a method of offload: its own fields, then --tier and --tile."""
         import offload
 
-        chosen = tier if tier != "auto" else spec.tier or "auto"
-        return offload.wrap(model, policy=offload.Policy(tier=chosen))
+        asked = {"tier": spec.tier, "tile_tokens": spec.tile}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return offload.Policy(**(given | self.policy))
 
-    return prepare
+    def prepare(self, model: Any, spec: StepSpec) -> Any:
+        """Returns the model to call, which is the given one or around it."""
+        if self.prepare_baseline is not None:
+            return self.prepare_baseline(model, spec)
+        import offload
 
+        return offload.wrap(model, policy=self.make_policy(spec))
 
-def _offload_totals(model: Any) -> dict[str, float]:
-    import offload
+    def describe(self, model: Any, spec: StepSpec) -> dict[str, Any]:
+        """Returns how layers ran and the length of a tile; nothing for a baseline.
 
-    report = offload.report(model)
-    return {"moved_bytes": report.moved_bytes, "stall_ms": report.stall_ms}
+        Args:
+            model: What `prepare` returned, after a step.
+            spec: What was run.
+
+        Returns:
+            `layer_modes`, a count for each mode, and `tile_tokens` where tiles were possible.
+        """
+        if self.prepare_baseline is not None:
+            return {}
+        import offload
+
+        policy = self.make_policy(spec)
+        modes = collections.Counter(layer.mode or "none" for layer in offload.report(model).layers)
+        tiled = {"tile_tokens": policy.tile_tokens} if policy.mode in ("auto", "tiled") else {}
+        return {"layer_modes": dict(modes), **tiled}
+
+    def totals(self, model: Any) -> dict[str, float]:
+        """Returns the method's own counters, summed since the start; none for a baseline."""
+        if self.prepare_baseline is not None:
+            return {}
+        import offload
+
+        report = offload.report(model)
+        return {"moved_bytes": report.moved_bytes, "stall_ms": report.stall_ms}
 
 
 METHODS: dict[str, Method] = {
-    "plain": Method(_plain, "the model as it is"),
-    "checkpoint": Method(_checkpoint, "torch.utils.checkpoint around each layer"),
-    "save_on_cpu": Method(_save_on_cpu, "that, layer inputs held in host memory"),
-    "offload": Method(_offload("auto"), "offload.wrap, tier by --tier", _offload_totals),
-    "offload-host": Method(_offload("host"), "offload.wrap, tier host", _offload_totals),
+    "plain": Method("the model as it is", _plain, exact=True, runs_forward=True),
+    "checkpoint": Method("torch.utils.checkpoint around each layer", _checkpoint, exact=True),
+    "checkpoint+loss": Method("that, and offload's loss by chunks", _checkpoint_loss),
+    "save_on_cpu": Method("checkpoint, layer inputs in host memory", _save_on_cpu, exact=True),
+    "offload": Method("offload.wrap as it comes, tier by --tier", runs_forward=True),
+    "offload-host": Method("that, tier host", policy={"tier": "host"}, runs_forward=True),
+    "offload-tiled": Method("every layer by tiles", policy={"mode": "tiled"}, runs_forward=True),
+    "offload-checkpoint": Method(
+        "every layer recomputed whole, the model's own loss",
+        policy={"mode": "checkpoint", "loss_chunk_tokens": 0},
+        exact=True,
+    ),
 }
 
 
-def select_methods(names: str) -> list[str]:
+def select_methods(names: str, known: Iterable[str] = METHODS) -> list[str]:
     """Splits and checks a list of method names.
 
     Args:
         names: Names with commas between them.
+        known: The names to choose from.
 
     Returns:
         The names in the order given.
 
     Raises:
-        ValueError: If a name is not registered.
+        ValueError: If a name is not known, or stands twice.
     """
     chosen = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in chosen if name not in METHODS]
-    if unknown or not chosen:
+    known = list(known)
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
         raise ValueError(
-            f"--methods: expected some of {', '.join(METHODS)}, got {names!r}. Correct the list."
+            f"--methods: expected some of {', '.join(known)}, each once, got {names!r}. "
+            "Correct the list."
         )
     return chosen

@@ -189,6 +189,8 @@ def build_model(spec: StepSpec) -> Any:
     model = model.to(spec.device)
     if spec.lora:
         model = add_lora(model, spec.lora)
+    if spec.upcast:
+        model = model.to(getattr(torch, spec.upcast))
     return model.train()
 
 

@@ -12,9 +12,12 @@ from bench.table import choose_unit, describe_run
 _COLORS = {
     "plain": "#7f7f7f",
     "checkpoint": "#e08214",
+    "checkpoint+loss": "#8c510a",
     "save_on_cpu": "#5e3c99",
     "offload": "#1b7837",
     "offload-host": "#2166ac",
+    "offload-tiled": "#01a08c",
+    "offload-checkpoint": "#c51b7d",
 }
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """One training step of one model, without the method that runs it.
+    """One training step or forward pass of one model, without the method that runs it.
 
-    Sizes that are None take the default of the model family (`models.SHAPES`).
+    Sizes that are None take the default of the model family (`models.SHAPES`), `tier` and `tile`
+    that of `offload.Policy`. With `upcast` the weights are rounded to `dtype` and computed with in
+    that wider type.
     """
 
     model: str
@@ -28,9 +30,11 @@ class StepSpec:
     lr: float = 0.0
     device: str = "cpu"
     tier: str | None = None
+    tile: int | None = None
     memory_limit: int | None = None
     seed: int = 0
     input_directory: str = ""
+    upcast: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values, ready for JSON."""

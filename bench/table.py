@@ -21,15 +21,15 @@ def _console() -> Console:
 
 @contextlib.contextmanager
 def show_progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Shows a progress bar, method by method; silent where the output is no terminal.
+    """Shows a progress bar, run by run; silent where the output is no terminal.
 
     Args:
-        total: Number of methods.
+        total: Number of runs.
 
     Yields:
-        A function to call with a method's name when it starts.
+        A function to call with a method's name when a run of it starts.
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description:<13}"), BarColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description:<18}"), BarColumn())
     disabled = not sys.stderr.isatty()
     started = 0
     with Progress(
@@ -68,8 +68,18 @@ def _number(row: dict[str, Any], key: str, form: str) -> str | None:
 
 
 def _last_loss(row: dict[str, Any]) -> str | None:
-    trained = row["spec"]["lr"] and row.get("losses")
+    trained = row["spec"].get("lr") and row.get("losses")
     return f"{row['losses'][-1]:.6f}" if trained else None
+
+
+def _time_ratio(row: dict[str, Any]) -> str | None:
+    ratio = row.get("time_ratio")
+    return ratio and f"{ratio['median']:.3f}\n{ratio['min']:.2f}-{ratio['max']:.2f}"
+
+
+def _max_abs(row: dict[str, Any]) -> str | None:
+    # Of gradients it says nothing: their scales differ from tensor to tensor.
+    return _number(row, "max_abs_difference", ".1e") if row["bench"] == "forward" else None
 
 
 def _equal(row: dict[str, Any]) -> str | None:
@@ -82,19 +92,25 @@ def _equal(row: dict[str, Any]) -> str | None:
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str | None] | str] = {
     "\ntokens/s": lambda row: _number(row, "tokens_per_s", ".1f"),
     "step\ns": lambda row: _number(row, "step_s", ".3f"),
+    "time\n/base": _time_ratio,
     "peak live\nU": "peak_live_bytes",
     "over\nweights U": "peak_live_delta_bytes",
+    "activa-\ntions U": "peak_activation_bytes",
     "allocated\nU": "peak_allocated_bytes",
     "reserved\nU": "peak_reserved_bytes",
     "peak RSS\nU": "peak_rss_bytes",
     "arena\nlive U": "arena_peak_live_bytes",
     "arena\ntaken U": "arena_peak_committed_bytes",
     "moved\nU/step": "moved_bytes_per_step",
+    "tile\ntokens": lambda row: _number(row, "tile_tokens", "d"),
     "stall\nms/step": lambda row: _number(row, "stall_ms_per_step", ".1f"),
     "\nloss": lambda row: _number(row, "loss", ".6f"),
     "last\nloss": _last_loss,
     "\ngrad norm": lambda row: _number(row, "gradient_norm", ".6g"),
+    "hidden\nnorm": lambda row: _number(row, "hidden_norm", ".6g"),
     "max rel\ndiff": lambda row: _number(row, "max_relative_difference", ".1e"),
+    "max abs\ndiff": _max_abs,
+    "error to\ntruth": lambda row: _number(row, "truth_error", ".1e"),
     "bit-\nequal": _equal,
 }
 _STATUS_STYLE = {"ok": "green", "wrong": "bold red", "OOM": "yellow", "failed": "red"}
@@ -134,13 +150,16 @@ def describe_run(row: dict[str, Any]) -> str:
         if spec.get(key)
     )
     what = f"LoRA r={spec['lora']}" if spec["lora"] else "all weights"
+    what = "forward only" if row["bench"] == "forward" else what
     timed = ", timed under the memory tracker" if row.get("timed_under_tracker") else ""
     limit = f", limit {spec['memory_limit'] / GIB:.2f} GiB" if spec["memory_limit"] else ""
+    base = row.get("time_ratio", {}).get("base")
+    turns = f", in turns with {base} as base" if base else ""
     changed = " + changes" if row["dirty"] else ""
     return (
         f"{spec['model']}{f' ({shape})' if shape else ''}, {spec['tokens']} tokens, "
         f"{spec['dtype']}, {what}{limit}; {row['device']}, {row['machine']['cores']} cores; "
-        f"torch {row['torch']}; commit {row['commit'][:12]}{changed}{timed}"
+        f"torch {row['torch']}; commit {row['commit'][:12]}{changed}{timed}{turns}"
     )
 
 

@@ -1,168 +1,168 @@
-"""One method in one process: `python -m bench.worker METHOD SPEC_FILE GRADIENTS_FILE`.
+"""One method in one process: `python -m bench.worker TASK METHOD SPEC_FILE RESULT_FILE`.
 
-Prints one JSON line, the last of its standard output.
+Takes one command a line from standard input and answers each with one JSON line:
+
+    measure   build, run once under the storage tracker, write the result file; -> figures
+    step      run once more, timed; -> its times, and its loss when it has one
+    finish    -> the figures that are known at the end; ends the process
+
+A failure is answered by the figures so far, a status other than "ok" and a message, and also ends
+the process; so does the end of the input. Everything that libraries print goes to standard error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
-from bench import measure, models
+from bench import measure
 from bench.methods import METHODS
 from bench.spec import StepSpec
+from bench.tasks import TASKS, Task
 
 
-def train_step(model: Any, ids: torch.Tensor, optimizer: Any = None) -> float:
-    """Runs forward and backward from zeroed gradients, and the optimizer when there is one.
-
-    Args:
-        model: A causal language model.
-        ids: Token ids `[1, S]`, also the labels.
-        optimizer: None leaves the weights alone.
-
-    Returns:
-        The loss.
-    """
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-    return loss.item()
-
-
-def save_gradients(model: Any, path: Path) -> float:
-    """Writes every gradient to a file.
+class Worker:
+    """Builds and measures one method, command by command.
 
     Args:
-        model: A model after its backward.
-        path: Where to write.
-
-    Returns:
-        The norm of all gradients together.
-    """
-    gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
-    torch.save(gradients, path)
-    squares = [gradient.double().square().sum() for gradient in gradients.values()]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
-
-
-def measure_memory(
-    step: Any, model: Any, ids: torch.Tensor, spec: StepSpec, row: dict[str, Any]
-) -> None:
-    """Runs the first step under the storage tracker; it also serves as warm-up.
-
-    Args:
-        step: The step to run.
-        model: Its model.
-        ids: Its input.
-        spec: Device and limit.
-        row: Receives the figures, also when the step fails.
-    """
-    device_type = torch.device(spec.device).type
-    # On a card the allocator itself keeps the limit, fragmentation included.
-    limit_bytes = spec.memory_limit if device_type == "cpu" else None
-    tracker = measure.StorageTracker(device_type, limit_bytes)
-    row["weights_bytes"] = tracker.watch([*model.parameters(), *model.buffers(), ids])
-    tracker.peak_bytes = tracker.live_bytes
-    row["peak_rss_is_of_steps"] = measure.reset_peak_rss()
-    start = time.perf_counter()
-    try:
-        with tracker:
-            row["loss"] = step()
-        row["tracked_step_s"] = time.perf_counter() - start
-    finally:
-        row["peak_live_bytes"] = tracker.peak_bytes
-        row["peak_live_delta_bytes"] = tracker.peak_bytes - row["weights_bytes"]
-        row["curve"] = measure.reduce_series(tracker.series)
-
-
-def measure_time(step: Any, spec: StepSpec, row: dict[str, Any]) -> None:
-    """Times further steps without the tracker, with the peaks of the allocator and of RSS.
-
-    With no further steps the first one's time stands, the tracker's share included.
-
-    Args:
-        step: The step to run.
-        spec: Number of steps and device.
-        row: Receives the figures.
-    """
-    row["timed_under_tracker"] = spec.steps == 0
-    if spec.steps == 0:
-        row["step_s"] = row["tracked_step_s"]
-        row["tokens_per_s"] = spec.tokens / row["step_s"]
-        return
-    if spec.device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats(spec.device)
-    row["peak_rss_is_of_steps"] = measure.reset_peak_rss()
-    figures, losses = measure.time_steps(step, spec.steps, spec.device)
-    row |= figures
-    row["tokens_per_s"] = spec.tokens / row["step_s"]
-    row["losses"] = losses
-
-
-def run_method(name: str, spec: StepSpec, gradients: Path, row: dict[str, Any]) -> None:
-    """Builds, prepares and measures one method.
-
-    Args:
-        name: A name of `METHODS`.
+        task: A name of `TASKS`.
+        method: A name of `METHODS`.
         spec: What to run.
-        gradients: File for the gradients of the first step.
-        row: Receives the figures as they come, so a failure keeps those before it.
+        result: File for the tensors of the first run.
     """
-    method = METHODS[name]
-    measure.limit_device_memory(spec.device, spec.memory_limit)
-    ids = models.build_batch(spec)
-    model = method.prepare(models.build_model(spec), spec)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=spec.lr) if spec.lr else None
 
-    def step() -> float:
-        return train_step(model, ids, optimizer)
+    def __init__(self, task: str, method: str, spec: StepSpec, result: Path) -> None:
+        self.task_name = task
+        self.method = METHODS[method]
+        self.spec = spec
+        self.result = result
+        self.figures: dict[str, Any] = {}
+        self.task: Task | None = None
+        self.before: dict[str, float] = {}
+        self.steps = 0
 
-    try:
-        measure_memory(step, model, ids, spec, row)
-        row["gradient_norm"] = save_gradients(model, gradients)
-        before = method.totals(model) if spec.steps else dict.fromkeys(method.totals(model), 0.0)
-        measure_time(step, spec, row)
-        after = method.totals(model)
-        row |= {f"{key}_per_step": (after[key] - before[key]) / max(spec.steps, 1) for key in after}
-        row["status"] = "ok"
-    finally:
-        row["peak_rss_bytes"] = measure.read_peak_rss()
-        row |= measure.device_peaks(spec.device)
-        row |= measure.arena_figures()
+    def measure(self) -> dict[str, Any]:
+        """Builds the model, and runs it once under the tracker, which also is its warm-up.
+
+        Returns:
+            The figures so far.
+        """
+        measure.limit_device_memory(self.spec.device, self.spec.memory_limit)
+        self.task = TASKS[self.task_name](self.method, self.spec)
+        result = self._track(self.task)
+        self.figures |= self.task.save(self.result, result)
+        return self.figures
+
+    def _track(self, task: Task) -> Any:
+        device_type = torch.device(self.spec.device).type
+        # On a card the allocator itself keeps the limit, fragmentation included.
+        limit_bytes = self.spec.memory_limit if device_type == "cpu" else None
+        tracker = measure.StorageTracker(device_type, limit_bytes)
+        weights_bytes = tracker.watch([*task.model.parameters(), *task.model.buffers(), task.ids])
+        tracker.follow_gradients(task.model.parameters())
+        self.figures |= {
+            "weights_bytes": weights_bytes,
+            "peak_rss_is_of_steps": measure.reset_peak_rss(),
+        }
+        start = time.perf_counter()
+        try:
+            with tracker:
+                result = task.run()
+            self.figures["tracked_step_s"] = time.perf_counter() - start
+            return result
+        finally:
+            self.figures |= {
+                "peak_live_bytes": tracker.peak_bytes,
+                "peak_live_delta_bytes": tracker.peak_bytes - weights_bytes,
+                "peak_activation_bytes": tracker.peak_activation_bytes,
+                "curve": measure.reduce_series(tracker.series),
+            }
+
+    def step(self) -> dict[str, Any]:
+        """Runs once without the tracker; the peaks of the allocator and of RSS begin with it.
+
+        Returns:
+            The times, and `loss` where there is one.
+        """
+        assert self.task is not None
+        if self.steps == 0:
+            self.before = self.method.totals(self.task.model)
+            if self.spec.device.startswith("cuda"):
+                torch.cuda.reset_peak_memory_stats(self.spec.device)
+            self.figures["peak_rss_is_of_steps"] = measure.reset_peak_rss()
+        self.steps += 1
+        times, result = measure.time_step(self.task.run, self.spec.device)
+        return times | ({"loss": result} if isinstance(result, float) else {})
+
+    def finish(self) -> dict[str, Any]:
+        """Returns what is known at the end."""
+        assert self.task is not None
+        totals = self.method.totals(self.task.model)
+        self.figures |= {
+            f"{key}_per_step": (value - self.before.get(key, 0.0)) / max(self.steps, 1)
+            for key, value in totals.items()
+        }
+        self.figures |= self.method.describe(self.task.model, self.spec)
+        return self.peaks()
+
+    def peaks(self) -> dict[str, Any]:
+        """Returns all figures with the peaks that the system, the card and the arena know."""
+        self.figures["peak_rss_bytes"] = measure.read_peak_rss()
+        self.figures |= measure.device_peaks(self.spec.device)
+        self.figures |= measure.arena_figures()
+        return self.figures
+
+
+def _describe_failure(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, (measure.MemoryLimitExceeded, torch.OutOfMemoryError)):
+        return {"status": "OOM", "message": str(error).splitlines()[0]}
+    text = " ".join(str(error).split())
+    return {"status": "failed", "message": f"{type(error).__name__}: {text[:300]}"}
+
+
+def serve(worker: Worker, commands: Iterable[str], replies: TextIO) -> None:
+    """Answers commands until one fails, the last one was answered, or there are no more.
+
+    Args:
+        worker: What they are about.
+        commands: Lines, each the name of a command.
+        replies: Gets one JSON line for each.
+    """
+    for line in commands:
+        command = line.strip()
+        try:
+            reply = {"status": "ok"} | getattr(worker, command)()
+        except Exception as error:
+            traceback.print_exc()
+            reply = worker.peaks() | _describe_failure(error)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        if command == "finish" or reply["status"] != "ok":
+            return
 
 
 def main(arguments: list[str]) -> int:
     """Runs the worker.
 
     Args:
-        arguments: Method, file of the spec as JSON, file for the gradients.
+        arguments: Task, method, file of the spec as JSON, file for the result.
 
     Returns:
-        0 when the method finished or ran out of memory; another failure also ends the process
-        with its traceback, after the JSON line.
+        0; a failure was told in its reply.
     """
-    name, spec_file, gradients = arguments
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    task, method, spec_file, result = arguments
     spec = StepSpec(**json.loads(Path(spec_file).read_text()))
-    row: dict[str, Any] = {"method": name, "status": "failed"}
-    try:
-        run_method(name, spec, Path(gradients), row)
-    except (measure.MemoryLimitExceeded, torch.OutOfMemoryError) as error:
-        row |= {"status": "OOM", "message": str(error).splitlines()[0]}
-    finally:
-        error = sys.exc_info()[1]
-        if error is not None:
-            text = " ".join(str(error).split())
-            row["message"] = f"{type(error).__name__}: {text[:300]}"
-        print(json.dumps(row), flush=True)
+    serve(Worker(task, method, spec, Path(result)), sys.stdin, replies)
     return 0
 
 

@@ -24,6 +24,13 @@ from offload.store.layout import compact
 from offload.store.statistics import Record
 
 
+INPUTS_AHEAD = 4
+"""Reloads started ahead of use, in inputs of a tile: what about two tiles need.
+
+Copies overlap as soon as one tile's are ahead; what is brought back earlier only takes memory.
+"""
+
+
 @dataclass
 class TileRecord:
     """The tickets of one tile. Those of attention are None where the layer has none.
@@ -77,6 +84,7 @@ class Tape:
         self._record = record
         self._on_host = on_host
         self._keep_last = keep_last
+        self._ahead_bytes: int | None = None
         self.blocks: list[KeyBlock] = []
 
     def put(self, tile: TileRecord, tensor: torch.Tensor, *, in_order: bool = True) -> Ticket:
@@ -92,9 +100,14 @@ class Tape:
         """
         assert self.store is not None
         stays = self._keep_last and tile is self.tiles[-1]
+        if self._ahead_bytes is None:
+            self._ahead_bytes = INPUTS_AHEAD * tensor.nbytes
+        options: Any = {"in_order": in_order, "ahead_bytes": self._ahead_bytes}
         if self._on_host and not stays:
-            return self.store.offload(tensor, self._record, in_order=in_order)
-        return self.store.keep(tensor, self._record, in_order=in_order)
+            return self.store.offload(tensor, self._record, **options)
+        if self._on_host and tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone()  # the rest of what it is a part of may go
+        return self.store.keep(tensor, self._record, **options)
 
     def end_forward(self) -> None:
         """Lets the device's key blocks go, and links their tickets where backward begins."""

@@ -21,7 +21,9 @@ from offload.store.statistics import Record
 from offload.store.ticket import Prefetched, Ticket, changed_in_place, version_of
 
 PREFETCH_BYTES = 128 << 20
-"""Reloads started ahead of use, in bytes a device. One ticket is always allowed."""
+"""Bound of the reloads started ahead of use, a device; one ticket is always allowed.
+
+Whoever stores a ticket may name a smaller one."""
 
 
 @dataclass
@@ -56,10 +58,15 @@ class Store:
     # -- storing ---------------------------------------------------------------------------------
 
     def keep(
-        self, tensor: torch.Tensor, record: Record | None = None, *, in_order: bool = False
+        self,
+        tensor: torch.Tensor,
+        record: Record | None = None,
+        *,
+        in_order: bool = False,
+        ahead_bytes: int | None = None,
     ) -> Ticket:
         """Stores a tensor by reference; with `in_order`, its reload starts those before it."""
-        ticket = Ticket(self, tensor, record)
+        ticket = Ticket(self, tensor, record, ahead_bytes)
         if record is not None:
             record.kept_tensors += 1
             record.kept_bytes += nbytes_of(tensor)
@@ -70,7 +77,12 @@ class Store:
         return ticket
 
     def offload(
-        self, tensor: torch.Tensor, record: Record | None = None, *, in_order: bool = True
+        self,
+        tensor: torch.Tensor,
+        record: Record | None = None,
+        *,
+        in_order: bool = True,
+        ahead_bytes: int | None = None,
     ) -> Ticket:
         """Starts the copy of a tensor to the host and returns the ticket that owns the bytes.
 
@@ -83,6 +95,7 @@ class Store:
                 Tensors without elements are kept by reference.
             record: where to count it.
             in_order: whether reloads of later tickets start this one's; `link` does it later.
+            ahead_bytes: how much of what was stored before it its reload starts ahead.
 
         Returns:
             A ticket of tier `host`; with no elements, of tier `device`.
@@ -93,7 +106,7 @@ class Store:
                 began.
         """
         if tensor.numel() == 0:
-            return self.keep(tensor, record)
+            return self.keep(tensor, record, ahead_bytes=ahead_bytes)
         self.retire()
         key = tensor_key(tensor)
         shared = self._find_shared(key)
@@ -102,7 +115,7 @@ class Store:
         source, layout = compact(tensor)
         version = version_of(source) if source is tensor else None
         native = engine.offload(source, layout.nbytes)
-        ticket = Ticket(self, tensor, record, native, layout)
+        ticket = Ticket(self, tensor, record, ahead_bytes, native, layout)
         entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
         with self._lock:
             self._sources.setdefault(tensor.device, deque()).append(entry)
@@ -225,13 +238,14 @@ class Store:
 
         Nothing depends on it: a wrong guess costs time and, until the ticket goes, one buffer.
         """
+        bound = PREFETCH_BYTES if ticket.ahead_bytes is None else ticket.ahead_bytes
         with self._lock:
             ahead = sum(t.nbytes for t in self._prefetched if t.device == ticket.device)
         for before in _chain(ticket):
             if before.native is None:
                 continue
             if before.prefetched is None:
-                if ahead > 0 and ahead + before.nbytes > PREFETCH_BYTES:
+                if ahead > 0 and ahead + before.nbytes > bound:
                     return
                 self.prefetch(before)
                 ahead += before.nbytes

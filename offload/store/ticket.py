@@ -43,12 +43,14 @@ class Ticket:
         store: Store,
         tensor: torch.Tensor,
         record: Record | None,
+        ahead_bytes: int | None,
         native: _native.Ticket | None = None,
         layout: Layout | None = None,
     ) -> None:
         self.device = tensor.device
         self.nbytes = layout.nbytes if layout is not None else nbytes_of(tensor)
         self.record = record
+        self.ahead_bytes = ahead_bytes
         self.poison: str | None = None
         self.native = native
         self.layout = layout

@@ -1,0 +1,118 @@
+"""What a worker runs again and again: a training step, or a forward pass without gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import models
+from bench.methods import Method
+from bench.spec import StepSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One method's prepared model and what to do with it.
+
+    Args:
+        model: What the method made of the model.
+        ids: Token ids `[1, S]`.
+        run: Does it once.
+        save: Takes a path and the result of `run`, right after it; writes the tensors that the
+            comparison reads, and returns the figures that belong to them.
+    """
+
+    model: Any
+    ids: torch.Tensor
+    run: Callable[[], Any]
+    save: Callable[[Path, Any], dict[str, float]]
+
+
+def train_step(model: Any, ids: torch.Tensor, optimizer: Any = None) -> float:
+    """Runs forward and backward from zeroed gradients, and the optimizer when there is one.
+
+    Args:
+        model: A causal language model.
+        ids: Token ids `[1, S]`, also the labels.
+        optimizer: None leaves the weights alone.
+
+    Returns:
+        The loss.
+    """
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss.item()
+
+
+def save_gradients(model: Any, path: Path) -> float:
+    """Writes every gradient to a file.
+
+    Args:
+        model: A model after its backward.
+        path: Where to write.
+
+    Returns:
+        The norm of all gradients together.
+    """
+    gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+    torch.save(gradients, path)
+    squares = [gradient.double().square().sum() for gradient in gradients.values()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def prepare_step(method: Method, spec: StepSpec) -> Task:
+    """Builds a training step.
+
+    Args:
+        method: Prepares the model.
+        spec: What to build.
+
+    Returns:
+        The task; its result is the loss.
+    """
+    ids = models.build_batch(spec)
+    model = method.prepare(models.build_model(spec), spec)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=spec.lr) if spec.lr else None
+
+    def save(path: Path, loss: float) -> dict[str, float]:
+        return {"loss": loss, "gradient_norm": save_gradients(model, path)}
+
+    return Task(model, ids, lambda: train_step(model, ids, optimizer), save)
+
+
+def prepare_forward(method: Method, spec: StepSpec) -> Task:
+    """Builds a forward pass of the model's body: no head, no cache, no gradients.
+
+    Args:
+        method: Prepares the body.
+        spec: What to build.
+
+    Returns:
+        The task; its result is the last hidden state `[1, S, E]`.
+    """
+    ids = models.build_batch(spec)
+    model = method.prepare(models.build_model(spec).base_model.eval(), spec)
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def save(path: Path, hidden: torch.Tensor) -> dict[str, float]:
+        torch.save({"last_hidden_state": hidden.cpu()}, path)
+        return {"hidden_norm": float(hidden.norm(dtype=torch.float64))}
+
+    return Task(model, ids, run, save)
+
+
+TASKS: dict[str, Callable[[Method, StepSpec], Task]] = {
+    "step": prepare_step,
+    "forward": prepare_forward,
+}
