@@ -21,10 +21,10 @@ FAIL_WITHOUT_CUDA=1 attempt timeout 150 python3 -m pytest tests/test_cuda.py -q 
 
 for limit in 8GiB 16GiB; do
     note "step bench, limit $limit"
-    attempt timeout 120 python3 -m bench step --device cuda --model llama --hidden 2048 \
+    attempt timeout 135 python3 -m bench step --device cuda --model llama --hidden 2048 \
         --layers 16 --heads 32 --kv-heads 8 --mlp 8192 --vocab 128256 --tokens 16384 \
         --dtype bfloat16 --lora 8 --steps 3 --memory-limit "$limit" \
-        --methods plain,checkpoint,save_on_cpu,offload,offload-host \
+        --methods plain,checkpoint,checkpoint+loss,save_on_cpu,offload-checkpoint,offload-tiled \
         --json "$out/step.jsonl" --plot "$out/step-$limit.png"
 done
 

@@ -96,14 +96,16 @@ class Method:
             spec: What was run.
 
         Returns:
-            `layer_modes`, a count for each mode, and `tile_tokens` where tiles were possible.
+            `layer_modes`, a count for each mode that training steps ran in, and `tile_tokens`
+            where tiles were possible.
         """
         if self.prepare_baseline is not None:
             return {}
         import offload
 
         policy = self.make_policy(spec)
-        modes = collections.Counter(layer.mode or "none" for layer in offload.report(model).layers)
+        layers = offload.report(model).layers
+        modes = collections.Counter(layer.mode for layer in layers if layer.mode)
         tiled = {"tile_tokens": policy.tile_tokens} if policy.mode in ("auto", "tiled") else {}
         return {"layer_modes": dict(modes), **tiled}
 

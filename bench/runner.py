@@ -57,13 +57,16 @@ class Runner:
         self.advance = advance
         self.files = {name: directory / f"{name}.pt" for name in (*plan.methods, "truth")}
 
-    def start(self, name: str, spec: StepSpec, result: Path) -> WorkerProcess:
-        """Returns a worker that is not yet started.
+    def prepare(self, name: str, spec: StepSpec, result: Path) -> WorkerProcess:
+        """Prepares a worker process.
 
         Args:
             name: Its method.
             spec: What it runs.
             result: Where its tensors go.
+
+        Returns:
+            The worker, which starts as its context is entered.
         """
         spec_file = result.with_suffix(".json")
         spec_file.write_text(json.dumps(spec.to_dict()))
@@ -87,7 +90,7 @@ class Runner:
             workers = {}
             for name in names:
                 self.advance(name)
-                worker = self.start(name, self.plan.spec, self.files[name])
+                worker = self.prepare(name, self.plan.spec, self.files[name])
                 workers[name] = stack.enter_context(worker)
                 rows[name] |= workers[name].ask("measure")
             for round_index in range(self.plan.spec.steps):
@@ -117,7 +120,7 @@ class Runner:
             return None
         self.advance("truth")
         spec = dataclasses.replace(self.plan.spec, upcast=wider, memory_limit=None)
-        with self.start(self.plan.truth, spec, self.files["truth"]) as worker:
+        with self.prepare(self.plan.truth, spec, self.files["truth"]) as worker:
             row = worker.ask("measure")
         return row if row["status"] == "ok" else None
 
@@ -142,12 +145,15 @@ def rotate(names: list[str], turn: int) -> list[str]:
 
 
 def summarize_steps(times: list[Row], row: Row, tokens: int) -> Row:
-    """Returns the figures of the timed runs; those of the first run where there were none.
+    """Sums up the timed runs, or the first one where there were none.
 
     Args:
         times: The worker's replies.
         row: The method's figures.
         tokens: Of one run.
+
+    Returns:
+        The figures of time.
     """
     if row["status"] != "ok":
         return {"step_seconds": [time["seconds"] for time in times]}

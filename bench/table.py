@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 GIB = 2**30
-_WIDTH_WITHOUT_TERMINAL = 170
+_WIDTH_WITHOUT_TERMINAL = 230
 
 
 def _console() -> Console:
@@ -72,6 +72,11 @@ def _last_loss(row: dict[str, Any]) -> str | None:
     return f"{row['losses'][-1]:.6f}" if trained else None
 
 
+def _layer_modes(row: dict[str, Any]) -> str | None:
+    modes = row.get("layer_modes", {})
+    return "\n".join(f"{count} {mode}" for mode, count in modes.items())
+
+
 def _time_ratio(row: dict[str, Any]) -> str | None:
     ratio = row.get("time_ratio")
     return ratio and f"{ratio['median']:.3f}\n{ratio['min']:.2f}-{ratio['max']:.2f}"
@@ -102,6 +107,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str | None] | str] = {
     "arena\nlive U": "arena_peak_live_bytes",
     "arena\ntaken U": "arena_peak_committed_bytes",
     "moved\nU/step": "moved_bytes_per_step",
+    "layer\nmodes": _layer_modes,
     "tile\ntokens": lambda row: _number(row, "tile_tokens", "d"),
     "stall\nms/step": lambda row: _number(row, "stall_ms_per_step", ".1f"),
     "\nloss": lambda row: _number(row, "loss", ".6f"),

@@ -9,9 +9,11 @@ import torch
 from bench.measure import (
     MemoryLimitExceeded,
     StorageTracker,
+    pair_ratios,
     read_peak_rss,
     reduce_series,
     reset_peak_rss,
+    summarize_times,
 )
 
 KIB = 1024
@@ -107,6 +109,79 @@ def test_weights_that_lived_before_are_the_baseline():
     assert tracker.live_bytes == (64 * 64 + 64) * 4
 
 
+def test_a_gradient_is_activation_until_it_is_in_grad():
+    weight = torch.nn.Parameter(torch.ones(KIB))
+    tracker = StorageTracker()
+    tracker.watch([weight])
+    tracker.follow_gradients([weight])
+    with tracker:
+        loss = weight.exp().sum()  # exp's output of 4 KiB is saved
+        loss.backward()
+        # exp's output, the loss, the 1 that backward starts from, and the gradient on its way
+        assert tracker.peak_activation_bytes == 4 * KIB + 4 + 4 + 4 * KIB
+        assert tracker.activation_bytes == 4  # the loss
+        assert tracker.live_bytes == 2 * 4 * KIB + 4
+        weight.grad = None
+        assert tracker.live_bytes == 4 * KIB + 4
+        assert tracker.activation_bytes == 4
+
+
+def test_the_gradient_of_a_shared_weight_is_activation_while_it_waits_for_the_other_use():
+    weight = torch.nn.Parameter(torch.ones(KIB))
+    seen = []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_out):
+            seen.append(tracker.activation_bytes)
+            return d_out
+
+    tracker = StorageTracker()
+    tracker.watch([weight])
+    tracker.follow_gradients([weight])
+    early = Probe.apply(weight)
+    loss = early.sum() + (early.detach() * weight).sum()
+    with tracker:
+        loss.backward()  # the later product is differentiated first
+    assert seen[0] >= 4 * KIB
+    assert tracker.activation_bytes == 0
+
+
+def test_gradients_from_before_are_no_activations():
+    weight = torch.nn.Parameter(torch.ones(KIB))
+    weight.grad = torch.ones(KIB)
+    tracker = StorageTracker()
+    tracker.watch([weight])
+    tracker.follow_gradients([weight])
+    assert tracker.live_bytes == 2 * 4 * KIB
+    assert tracker.activation_bytes == tracker.peak_activation_bytes == 0
+    with tracker:
+        (weight * 2).sum().backward()
+    assert tracker.activation_bytes == 0
+    assert tracker.live_bytes == 2 * 4 * KIB
+    assert tracker.peak_activation_bytes >= 4 * KIB  # what is about to be added
+
+
+def test_weights_that_need_no_gradient_are_followed_without_a_hook():
+    frozen = torch.nn.Parameter(torch.ones(KIB), requires_grad=False)
+    StorageTracker().follow_gradients([frozen])
+    assert not frozen._post_accumulate_grad_hooks
+
+
+def test_the_hooks_on_parameters_go_with_the_tracker():
+    weight = torch.nn.Parameter(torch.ones(KIB))
+    tracker = StorageTracker()
+    tracker.follow_gradients([weight])
+    assert len(weight._post_accumulate_grad_hooks) == 1
+    with tracker:
+        pass
+    assert not weight._post_accumulate_grad_hooks
+
+
 def test_memory_that_torch_did_not_allocate_is_left_out():
     arena = bytearray(64 * KIB)
     host = torch.frombuffer(arena, dtype=torch.uint8)
@@ -169,3 +244,20 @@ def test_peak_rss_can_be_reset_between_steps():
     assert read_peak_rss() >= before + 60 * 2**20
     assert reset_peak_rss()
     assert read_peak_rss() < before + 60 * 2**20
+
+
+def test_times_are_summed_up_by_their_median():
+    times = [{"seconds": s, "processor_seconds": 2 * s} for s in (1.0, 9.0, 2.0)]
+    figures = summarize_times(times)
+    assert figures["step_seconds"] == [1.0, 9.0, 2.0]
+    assert (figures["step_min_s"], figures["step_s"], figures["step_max_s"]) == (1.0, 2.0, 9.0)
+    assert figures["step_processor_s"] == 4.0
+
+
+def test_ratios_are_of_the_same_round():
+    # By medians the first is twice as fast; round by round it is twice, thrice, half as slow.
+    assert pair_ratios([2.0, 30.0, 5.0], [1.0, 10.0, 10.0]) == {
+        "median": 2.0,
+        "min": 0.5,
+        "max": 3.0,
+    }
