@@ -5,13 +5,12 @@ NOTE: What counts as the same
 Methods sum in other orders, so they differ by rounding; none is asked to be equal bit by bit, save
 where both it and the reference promise that (`methods.Method.exact`).
 
-- float32: fixed relative limits against the reference method, far above rounding and far below a
-  wrong gradient.
-- bfloat16: rounding is so large that a fixed limit would hide bugs. The step is run once more with
-  the same weights in float32, the truth. A method may be at most twice as far from it as the
-  reference is, tensor by tensor, plus one rounding of the tensor itself. Without a truth
-  (`--no-truth`, or it did not fit) the fixed limits stand, and rows say so: `truth_error` is
-  missing.
+- By truth: the step is run once more with the same weights in a wider type. A method may be at most
+  twice as far from that as the reference is, tensor by tensor, plus one rounding of the tensor
+  itself. bfloat16 is judged so, since its rounding is so large that a fixed limit would hide bugs;
+  float32 with `--truth`.
+- By fixed limits against the reference: float32, and where a truth did not fit or was not wanted
+  (`--no-truth`). Such rows have no `truth_error`.
 """
 
 from __future__ import annotations
@@ -43,21 +42,23 @@ class Limits:
 
 # Plain torch differs from itself by this much when only the order of attention's sums changes
 # (eager against sdpa, 255 tokens, 3 layers, hidden 64, four families): loss 0 and 1.3e-5,
-# gradients 6.3e-7 and 6.5e-2 for float32 and bfloat16.
+# gradients 6.3e-7 and 6.5e-2 for float32 and bfloat16. Over a large vocabulary it is off from a
+# float64 truth by more: SmolLM2-135M, float32, 128 tokens, CPU: loss 8.4e-6, gradients 5.5e-4,
+# while a loss by chunks is off by 3.2e-7 and 1.3e-5 and would be called wrong by tighter limits.
 LIMITS: dict[str, dict[str, Limits]] = {
     "step": {
-        "float32": Limits(tensors=1e-4, loss=1e-5),
+        "float32": Limits(tensors=2e-3, loss=3e-5),
         "bfloat16": Limits(tensors=0.15, loss=2e-4),
     },
     "forward": {
-        "float32": Limits(tensors=1e-4, loss=0.0),
+        "float32": Limits(tensors=2e-5, loss=0.0),  # SmolLM2, 256 tokens in tiles of 96: 1.3e-6
         "bfloat16": Limits(tensors=0.15, loss=0.0),
     },
 }
 DTYPES = ("float32", "bfloat16")
-TRUTH_DTYPE = {"bfloat16": "float32"}
-"""The type that is exact enough to judge another. None for float32: models compute their norms in
-float32 whatever their own type is, so that a float64 run would share the error."""
+TRUTH_DTYPE = {"bfloat16": "float32", "float32": "float64"}
+"""The type that judges another. Models compute some norms in float32 whatever their own type is, so
+that a float64 truth is about 1e-5 off itself."""
 
 _BLOCK_ELEMENTS = 1 << 22
 

@@ -54,9 +54,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, methods: Iterable[str], s
         "--base", help="method that --interleave compares the others with; default: the first"
     )
     parser.add_argument(
-        "--no-truth",
-        action="store_true",
-        help="judge bfloat16 by fixed limits, without another run in float32",
+        "--truth",
+        action=argparse.BooleanOptionalAction,
+        help="judge methods by one more run in a wider dtype, not by fixed limits; default: only "
+        "for bfloat16",
     )
     parser.add_argument("--json", type=Path, help="append one JSON line per method to this file")
     parser.add_argument("--seed", type=int, default=0)
@@ -109,5 +110,6 @@ def build_plan(task: str, args: argparse.Namespace, names: list[str], truth: str
         raise ValueError(
             f"--base: expected --interleave and one of {', '.join(names)}, got {args.base!r}."
         )
-    truth_method = None if args.no_truth else truth
-    return Plan(task, names, build_spec(args), args.interleave, args.base, truth_method)
+    with_truth = args.dtype == "bfloat16" if args.truth is None else args.truth
+    spec = build_spec(args)
+    return Plan(task, names, spec, args.interleave, args.base, truth if with_truth else None)

@@ -31,7 +31,7 @@ class Plan:
         spec: What every worker runs.
         interleave: Let the timed runs of all methods alternate.
         base: The method that `interleave` compares the others with; the first one when None.
-        truth: Method of the truth's run where the dtype needs one; None for fixed limits.
+        truth: Method of the truth's run; None for fixed limits.
     """
 
     task: str
@@ -110,15 +110,15 @@ class Runner:
         return list(rows.values())
 
     def run_truth(self) -> Row | None:
-        """Runs the truth of a rounded dtype, without a memory limit and without timing.
+        """Runs the truth, without a memory limit and without timing.
 
         Returns:
-            Its figures; None where the plan or the dtype asks for none, or where it failed.
+            Its figures; None where the plan asks for none, or where it failed.
         """
-        wider = compare.TRUTH_DTYPE.get(self.plan.spec.dtype)
-        if self.plan.truth is None or wider is None:
+        if self.plan.truth is None:
             return None
         self.advance("truth")
+        wider = compare.TRUTH_DTYPE[self.plan.spec.dtype]
         spec = dataclasses.replace(self.plan.spec, upcast=wider, memory_limit=None)
         with self.prepare(self.plan.truth, spec, self.files["truth"]) as worker:
             row = worker.ask("measure")

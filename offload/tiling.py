@@ -179,6 +179,7 @@ class PreparedCall:
         hidden = arguments.hidden
         tiles = tiles_of(arguments.tokens, installation.policy.tile_tokens)
         backend = installation.policy.attention
+        tiling.record.mode = "tiled"
         if not self._needs_gradients:
             tape = Tape(tiles, None, backend=backend)
             return self._checked(TiledCall(layer, self._forward, arguments, [], _nothing), tape)
@@ -186,7 +187,6 @@ class PreparedCall:
             default_store().begin_order()
         installation.note_inputs([hidden])
         tiling.record.forwards += 1
-        tiling.record.mode = "tiled"
         tape = Tape(
             tiles,
             default_store(),

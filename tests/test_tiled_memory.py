@@ -1,6 +1,7 @@
 """Tiled mode: memory of a step does not grow with depth, and with length by few hidden states."""
 
 import gc
+import importlib
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from bench.measure import StorageTracker
 from offload import _native
 from tests.models import blocks
 from tests.test_memory import INPUT_BYTES, TOKENS, WIDTH, Watched
+
+linear_cross_entropy = importlib.import_module("offload.ops.linear_cross_entropy")
 
 TILE = 64
 
@@ -64,8 +67,10 @@ def test_a_token_costs_at_most_nine_hidden_states_in_float32():
     assert 5 < slope(lambda: llama(2, 64, 4, 4), 64 * 4) <= 9
 
 
-def test_a_token_costs_at_most_six_hidden_states_in_bfloat16_with_few_heads_and_lora():
+def test_a_token_costs_at_most_six_hidden_states_in_bfloat16_with_few_heads_and_lora(monkeypatch):
     peft = pytest.importorskip("peft")
+    # Constants shrink with the model, or they are larger than what grows with the tokens.
+    monkeypatch.setattr(linear_cross_entropy, "_PIECE_BYTES", 1 << 14)
 
     def build():
         base = llama(2, 128, 8, 2, torch.bfloat16)

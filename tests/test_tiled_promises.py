@@ -274,8 +274,14 @@ def test_a_cache_is_filled_and_generation_equals_the_plain_models(store, name):
     assert torch.equal(plain.generate(prompt, **options), wrapped.generate(prompt, **options))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral"])
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("name", "guard"),
+    [
+        ("llama", torch.no_grad),
+        ("mistral", torch.inference_mode),
+        ("mixtral", torch.no_grad),
+    ],
+)
 def test_without_gradients_and_cache_tiles_give_the_same(store, monkeypatch, name, guard):
     plain, wrapped = pair(build, name=name)
     inputs, _ = batch(2, 37, "left")
@@ -369,8 +375,16 @@ def fail_in_mlp(monkeypatch, model, at, error=RuntimeError):
     monkeypatch.setattr(kind, "forward", failing)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("at", [3, 6, 9, 11, 15])
+@pytest.mark.parametrize(
+    ("at", "error"),
+    [
+        (3, RuntimeError),
+        (6, KeyboardInterrupt),
+        (9, KeyboardInterrupt),
+        (11, RuntimeError),
+        (15, RuntimeError),
+    ],
+)
 def test_an_exception_in_a_layer_leaves_everything_clean(store, monkeypatch, at, error):
     """Calls 1 to 8 are of forward, 9 to 16 of backward; two layers of four tiles."""
     plain, wrapped = pair(build)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+_PIECE_BYTES = 1 << 20
+"""Of a gradient that is scaled at once: more would show beside the hidden states."""
 _CHUNK_BYTES = 128 << 20
 """Of a chunk of logits in float32."""
 
@@ -182,7 +184,7 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     if gradient.dtype == dtype == scale.dtype:
         return gradient * scale
     scaled = torch.empty_like(gradient, dtype=dtype)
-    rows = max(1, _CHUNK_BYTES // (4 * max(1, gradient[:1].numel())))
+    rows = max(1, _PIECE_BYTES // (4 * max(1, gradient[:1].numel())))
     for source, target in zip(torch.split(gradient, rows), torch.split(scaled, rows), strict=True):
         target.copy_(source.to(scale.dtype) * scale)
     return scaled

@@ -16,7 +16,7 @@ class Record:
     """Counters of one layer, summed over all steps, and its tickets that are alive now.
 
     Attributes:
-        mode: how the last call with gradients was run: `"tiled"`, `"checkpoint"`, or `""`.
+        mode: how the last call was run: `"tiled"`, `"checkpoint"`, or `""` if neither ever was.
         forwards: calls that will be recomputed.
         recomputes: recomputes in backward; equal to `forwards` when every forward had one backward.
         offloaded_tensors, offloaded_bytes: copies to the host that were started.

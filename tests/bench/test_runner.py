@@ -5,8 +5,10 @@ import io
 import json
 
 import pytest
+import torch
 
-from bench import runner, table
+from bench import runner, table, tasks
+from bench.methods import METHODS
 from bench.runner import Plan, Runner, run_plan
 from bench.spec import StepSpec
 from bench.worker import Worker, serve
@@ -106,15 +108,27 @@ def test_without_timed_steps_the_first_one_is_timed(scripted):
     assert rows["plain"]["timed_under_tracker"]
 
 
-def test_a_rounded_dtype_is_judged_by_a_float32_run_of_the_same_weights(workers_here):
-    spec = dataclasses.replace(SPEC, dtype="bfloat16", steps=0)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_truth_is_a_wider_run_of_the_same_weights(workers_here, dtype):
+    spec = dataclasses.replace(SPEC, dtype=dtype, steps=0)
     names = ["plain", "checkpoint+loss", "offload-tiled"]
     rows = run_plan(Plan("step", names, spec, truth="checkpoint"), names)
     assert [row["status"] for row in rows] == ["ok"] * 3, [row.get("message") for row in rows]
-    assert all(0 < row["truth_error"] < 0.1 for row in rows)
+    bound = {"bfloat16": 0.1, "float32": 1e-5}[dtype]
+    assert all(0 < row["truth_error"] < bound for row in rows)
     (row,) = run_plan(Plan("step", ["plain"], spec), names)
     assert row["status"] == "ok"
     assert "truth_error" not in row
+
+
+def test_the_truth_takes_its_loss_in_its_own_dtype():
+    spec = dataclasses.replace(SPEC, upcast="float64", vocab=50_000)
+    task = tasks.prepare_step(METHODS["plain"], spec)
+    loss = task.run()
+    logits = task.model(input_ids=task.ids, use_cache=False).logits
+    assert logits.dtype == torch.float64
+    chosen = logits[0, :-1].gather(1, task.ids[0, 1:, None]).squeeze(1)
+    assert loss == pytest.approx((logits[0, :-1].logsumexp(1) - chosen).mean().item(), rel=1e-12)
 
 
 def test_a_worker_answers_a_failure_by_its_figures_so_far_and_ends(tmp_path, capsys):

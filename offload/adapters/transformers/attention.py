@@ -114,8 +114,8 @@ def mask_of_call(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """Makes a mask as the library's mask functions do: an interval tensor where it can be one.
 
     Args:
-        args: none, by the library's convention.
-        kwargs: `batch_size`, `kv_length`, `mask_function` and what else the release passes.
+        *args: none, by the library's convention.
+        **kwargs: `batch_size`, `kv_length`, `mask_function` and what else the release passes.
 
     Returns:
         `[B or 1, S, 2]`, or what the model's own attention wants where rows are not intervals.
@@ -155,7 +155,7 @@ def attention_forward(
         scaling: factor of the logits.
         softcap: bound of the logits.
         is_causal: without a mask; None asks the module.
-        kwargs: others, which must be harmless.
+        **kwargs: others, which must be harmless.
 
     Returns:
         `[B, T, H, D]`, and None or the model's own attention weights.

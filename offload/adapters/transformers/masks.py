@@ -58,7 +58,7 @@ def interval_mask(
         kv_offset: position of the first key.
         cache_position: `[S]` positions of the queries (transformers 4, in place of the former).
         device: of the mask.
-        options: others of the library's mask functions.
+        **options: others of the library's mask functions.
 
     Returns:
         `[B or 1, S, 2]` int64, bounds in indices of the keys; None where a row is not one range of
