@@ -9,7 +9,7 @@ BUILD_INPUTS := $(wildcard csrc/*) CMakeLists.txt setup.py pyproject.toml constr
 REQUIREMENTS := constraints.txt requirements-dev.txt requirements-data.txt
 
 DEMO_TOKENS ?= 2048
-DEMO_METHODS := plain,checkpoint,save_on_cpu,offload
+DEMO_METHODS := plain,checkpoint,checkpoint+loss,offload-tiled
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build lint format test test-cpp test-gpu gpu-check test-hf4 demo clean
@@ -49,7 +49,7 @@ format: setup ## let ruff and clang-format rewrite the files
 
 test: setup ## C++ tests, then the Python tests
 	bash tests/cpp/run.sh plain
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests
 
 test-cpp: setup ## C++ tests: plain, under ThreadSanitizer, under AddressSanitizer
 	for variant in plain thread address; do bash tests/cpp/run.sh $$variant || exit 1; done
@@ -65,7 +65,8 @@ test-hf4: ## the transformers adapter against transformers 4.57
 	$(HF4)/bin/python -m pip install --quiet $(shell grep '^torch==' constraints.txt)
 	$(HF4)/bin/python -m pip install --quiet -r requirements-hf4.txt
 	$(HF4)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
-	$(HF4)/bin/python -m pytest tests/test_transformers.py
+	$(HF4)/bin/python -m pytest tests/test_transformers.py tests/test_masks.py tests/test_head.py \
+		tests/test_tiled_architectures.py tests/test_tiled_promises.py
 
 demo: setup ## LoRA on SmolLM2-135M with every method: table, demo.png, demo.jsonl
 	rm -f demo.jsonl

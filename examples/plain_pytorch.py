@@ -1,5 +1,8 @@
 """Wraps a model of your own: any nn.Module with repeated layers, no library needed.
 
+Attention is torch's own fused function, which offload takes over while the layer runs tile by tile;
+the loss is computed from hidden states, so that the logits of all tokens never exist at once.
+
 Run: `python examples/plain_pytorch.py --tokens 4096`.
 """
 
@@ -36,20 +39,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A small language model: token ids [B, S] in, logits [B, S, V] out."""
+    """A small language model: token ids [B, S] in, hidden states [B, S, E] out."""
 
     def __init__(self, vocab: int = 512, hidden: int = 128, heads: int = 4, depth: int = 6) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(depth))
-        self.head = nn.Linear(hidden, vocab)
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the next token."""
+        """Returns what the head turns into logits of the next token."""
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.norm(x)
 
 
 def main() -> None:
@@ -69,7 +73,8 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
-        loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        hidden = model(ids[:, :-1])
+        loss = offload.linear_cross_entropy(hidden, model.head.weight, ids[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

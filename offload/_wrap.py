@@ -36,7 +36,7 @@ def wrap(
 
     A layer is run so only after a proof on the first tokens it sees (`offload.probe`), which cannot
     see what happens only beyond 256 tokens; `verify` compares the first call whole. Other layers
-    are recomputed whole, with gradients bit for bit the same, and a warning says which and why.
+    run as with `Policy(mode="checkpoint")`, recomputed whole, and a warning says which and why.
 
     Without gradients, long inputs run tile by tile as well, unless a key-value cache is filled. In
     transformers models that train, the library's cache is switched off (as its own gradient

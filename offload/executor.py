@@ -184,7 +184,8 @@ class TiledCall:
         d_hidden: torch.Tensor | None = None
         totals: list[torch.Tensor | None] = [None] * len(self.aliases.parameters)
         devices = tape.tiles[0].random.devices if tape.tiles[0].random is not None else []
-        with torch.random.fork_rng([device.index for device in devices]):
+        present = RandomState(devices)
+        try:
             for index in reversed(range(len(tape.tiles))):
                 tile = tape.tiles[index]
                 part = d_output[:, tile.begin : tile.end]
@@ -196,6 +197,8 @@ class TiledCall:
                     d_hidden[:, tile.begin : tile.end] = d_part
                 keys.pop(index)
                 del part, d_part, grads
+        finally:
+            present.restore()
         parameters = self.aliases.parameters
         return d_hidden, [
             None if total is None else total.to(parameter.dtype)

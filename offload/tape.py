@@ -23,7 +23,6 @@ from offload.store import Store, Ticket
 from offload.store.layout import compact
 from offload.store.statistics import Record
 
-
 INPUTS_AHEAD = 4
 """Reloads started ahead of use, in inputs of a tile: what about two tiles need.
 
@@ -152,14 +151,15 @@ class ForwardAttention:
         # A copy where keys are a part of a larger tensor, such as a fused projection's output.
         block = KeyBlock(compact(k.detach())[0], compact(v.detach())[0], tile.begin)
         tape.blocks.append(block)
-        out, lse = attend(
-            q,
-            seen_blocks(tape.blocks, intervals),
-            intervals,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            backend=tape.backend,
-        )
+        with torch._C.DisableTorchFunction():  # what looks for torch's attention is not needed here
+            out, lse = attend(
+                q,
+                seen_blocks(tape.blocks, intervals),
+                intervals,
+                softmax_scale=softmax_scale,
+                softcap=softcap,
+                backend=tape.backend,
+            )
         if tape.store is not None:
             tile.k = tape.put(tile, block.k, in_order=False)
             tile.v = tape.put(tile, block.v, in_order=False)

@@ -10,6 +10,7 @@ from torch import nn
 
 from offload.adapters import transformers as hf
 from offload.adapters.accelerate import weights_are_elsewhere
+from offload.adapters.hooks import has_user_hook
 from offload.adapters.peft import adapter_state
 from offload.errors import LayerRefused, TileRefused
 from offload.executor import TiledCall, tiles_of
@@ -20,9 +21,6 @@ from offload.snapshots import BufferSnapshot, ParameterSnapshot
 from offload.store import default_store
 from offload.store.statistics import Record
 from offload.tape import Tape
-
-_LIBRARY_HOOKS = ("torch.distributed", "accelerate", "peft", "transformers", "offload")
-"""Modules whose hooks inside a layer are meant to run for any part of its tokens."""
 
 
 class Tiling:
@@ -86,10 +84,8 @@ class Tiling:
             or any(parameter.requires_grad for parameter in self.layer.parameters())
         )
         policy = self.installation.policy
-        if not needs_gradients and arguments.tokens <= policy.tile_tokens:
+        if arguments.tokens < 2 or (not needs_gradients and arguments.tokens <= policy.tile_tokens):
             return None
-        if arguments.tokens < 2:
-            raise TileRefused("one token alone proves nothing")
         if hook := _user_hook_inside(self.layer):
             raise TileRefused(hook)
         if refusal := self._proof(forward, arguments).refusal:
@@ -229,16 +225,6 @@ def _nothing() -> None:
 def _user_hook_inside(layer: nn.Module) -> str:
     """Names a module inside a layer whose hooks would see tiles; empty where there is none."""
     for name, module in layer.named_modules():
-        if module is layer:
-            continue
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            for hook in hooks.values():
-                origin = getattr(hook, "__module__", "") or type(hook).__module__
-                if not origin.startswith(_LIBRARY_HOOKS):
-                    return f"its module '{name}' has a hook, which would run once a tile"
+        if module is not layer and has_user_hook(module):
+            return f"its module '{name}' has a hook, which would run once a tile"
     return ""

@@ -13,6 +13,8 @@ from tests.tiled import (
     CONFIGS,
     V5,
     NanoBlock,
+    NanoGPT,
+    WithUnusedParameters,
     assert_close_gradients,
     assert_close_step,
     assert_tiled,
@@ -124,6 +126,11 @@ def test_tied_weights_inside_layers_and_across_them(store, tied_across):
     if tied_across:
         plain.blocks[1].qkv = plain.blocks[0].qkv
     assert_tiles_change_nothing(plain, loss_on(2, 37), 10)
+
+
+def test_parameters_that_a_layer_does_not_use_get_no_gradient(store):
+    wrapped = assert_tiles_change_nothing(nano(block=WithUnusedParameters), loss_on(2, 37), 10)
+    assert wrapped.blocks[0].unused.weight.grad is None
 
 
 def test_one_layer_called_twice(store):
@@ -339,6 +346,19 @@ def test_bfloat16_is_as_exact_as_the_plain_model(store, length, tile, kind):
     assert_tiled(wrapped, count=1)
 
 
+def test_gradients_are_summed_over_tiles_in_float32(store):
+    """In bfloat16, 512 + 1 is 512; the sum of 512, 1, 1 and 1 is nearest to 516."""
+    wrapped = offload.wrap(nano(torch.bfloat16), policy=tiled(10))
+    outputs = []
+    wrapped.blocks[-1].register_forward_hook(lambda module, args, out: outputs.append(out))
+    wrapped(batch(1, 37)[0]["input_ids"])
+    cotangent = torch.zeros(1, 37, 32, dtype=torch.bfloat16)
+    cotangent[:, [0, 10, 20]], cotangent[:, 36] = 1, 512
+    outputs.pop().backward(cotangent)
+    assert wrapped.blocks[-1].down.bias.grad.tolist() == [516.0] * 32
+    assert_tiled(wrapped)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_autocast_is_as_exact_as_the_plain_model_under_autocast(store, dtype, adapted):
@@ -356,4 +376,30 @@ def test_autocast_is_as_exact_as_the_plain_model_under_autocast(store, dtype, ad
     assert_no_worse_than_plain(plain, wrapped, truth, loss_of)
     for grad in gradients(wrapped).values():
         assert grad is None or (grad.dtype == torch.float32 and bool(grad.any()))
+    assert_tiled(wrapped, count=1)
+
+
+class SharesAWeight(NanoGPT):
+    """Uses a weight inside of a layer, and once more behind it."""
+
+    def forward(self, ids):
+        return super().forward(ids) + F.linear(
+            F.linear(self.tokens(ids), self.blocks[-1].out.weight), self.head.weight
+        )
+
+
+def test_autocast_of_a_weight_that_is_used_again_outside_of_its_layer(store):
+    """The cast that a tile made without gradients must not serve there."""
+    torch.manual_seed(0)
+    plain = SharesAWeight()
+    wrapped = offload.wrap(copy.deepcopy(plain), policy=tiled(10))
+    truth = copy.deepcopy(plain)
+    inputs, labels = batch(2, 37)
+
+    def loss_of(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=model is not truth):
+            logits = model(inputs["input_ids"])
+        return cross_entropy(logits.float(), labels)
+
+    assert_no_worse_than_plain(plain, wrapped, truth, loss_of)
     assert_tiled(wrapped, count=1)

@@ -9,8 +9,8 @@ from torch import nn
 import offload
 from tests.models import gradients, step
 from tests.tiled import (
-    NanoBlock,
     NanoGPT,
+    WithUnusedParameters,
     assert_close_gradients,
     assert_tiled,
     batch,
@@ -54,12 +54,6 @@ def loss_of_rank(rank):
 def expected_gradients(plain):
     """Those of both ranks' rows in one process; rows are equally long, so means are equal."""
     return step(plain, loss_on(2, LENGTH))[1]
-
-
-class WithUnusedParameters(NanoBlock):
-    def __init__(self, width=32):
-        super().__init__(width)
-        self.unused = nn.Linear(width, width)
 
 
 def with_unused():

@@ -121,6 +121,12 @@ class NanoBlock(nn.Module):
         return out.transpose(1, 2).reshape(x.shape)
 
 
+class WithUnusedParameters(NanoBlock):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__(width)
+        self.unused = nn.Linear(width, width)
+
+
 class NanoGPT(nn.Module):
     """Learned positions, blocks, a norm and a tied head; returns logits."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -24,6 +25,11 @@ PREFETCH_BYTES = 128 << 20
 """Bound of the reloads started ahead of use, a device; one ticket is always allowed.
 
 Whoever stores a ticket may name a smaller one."""
+
+SWEEP_ENTRIES = 256
+"""Tickets known for sharing before those that are gone are looked for."""
+CHAIN_STEPS = 64
+"""How far back a reload looks for something to start; tickets kept on the device cost a step."""
 
 
 @dataclass
@@ -53,6 +59,7 @@ class Store:
         self._last: dict[torch.device, weakref.ref[Ticket]] = {}
         self._prefetched: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._shared: dict[TensorKey, tuple[weakref.ref[Ticket], StorageWeakRef]] = {}
+        self._sweep_at = SWEEP_ENTRIES  # doubles with what lives, so that sweeps cost a constant
         self._untimed: deque[tuple[_native.Copy, Record, bool]] = deque()
 
     # -- storing ---------------------------------------------------------------------------------
@@ -132,8 +139,10 @@ class Store:
 
     def _find_shared(self, key: TensorKey) -> Ticket | None:
         with self._lock:
-            for stale in [k for k, (ticket, _) in self._shared.items() if ticket() is None]:
-                del self._shared[stale]
+            if len(self._shared) >= self._sweep_at:
+                for stale in [k for k, (ticket, _) in self._shared.items() if ticket() is None]:
+                    del self._shared[stale]
+                self._sweep_at = max(SWEEP_ENTRIES, 2 * len(self._shared))
             found = self._shared.get(key)
         ticket = found[0]() if found is not None else None
         return ticket if ticket is not None and ticket.native is not None else None
@@ -241,7 +250,7 @@ class Store:
         bound = PREFETCH_BYTES if ticket.ahead_bytes is None else ticket.ahead_bytes
         with self._lock:
             ahead = sum(t.nbytes for t in self._prefetched if t.device == ticket.device)
-        for before in _chain(ticket):
+        for before in itertools.islice(_chain(ticket), CHAIN_STEPS):
             if before.native is None:
                 continue
             if before.prefetched is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.adapters.hooks import has_user_hook
 from offload.adapters.transformers.masks import interval_mask, is_interval_mask
 from offload.errors import LayerRefused, TileRefused
 from offload.ops.attention import attention
@@ -164,7 +165,7 @@ def attention_forward(
         TileRefused: in a tile that cannot serve the call.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    reason = _why_not_ours(attention_mask, dropout, causal=causal, others=kwargs)
+    reason = _why_not_ours(module, attention_mask, dropout, causal=causal, others=kwargs)
     if reason:
         if current_route() is not None:
             raise TileRefused(reason)
@@ -185,7 +186,12 @@ def attention_forward(
 
 
 def _why_not_ours(
-    mask: torch.Tensor | None, dropout: float, *, causal: bool, others: dict[str, Any]
+    module: nn.Module,
+    mask: torch.Tensor | None,
+    dropout: float,
+    *,
+    causal: bool,
+    others: dict[str, Any],
 ) -> str:
     unknown = [name for name, value in others.items() if value is not None]
     unknown = [name for name in unknown if name not in _HARMLESS]
@@ -193,6 +199,8 @@ def _why_not_ours(
         return f"its attention gets {', '.join(sorted(unknown))}"
     if dropout > 0:
         return "its attention has dropout"
+    if has_user_hook(module):  # which may be there for the weights
+        return "its attention has a hook"
     if mask is not None and not is_interval_mask(mask):
         return "its attention mask does not let each token see one range of earlier ones"
     if mask is None and not causal:

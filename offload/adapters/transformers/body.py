@@ -41,7 +41,8 @@ class BodyCall(ForwardStandIn):
         reason = self._reason(_named(forward, args, kwargs))
         token = _reason_in_call.set(reason)
         try:
-            with attention_routed([] if reason else configs_of(self.module)):
+            configs = [] if reason or _makes_own_masks(self.module) else configs_of(self.module)
+            with attention_routed(configs):
                 return forward(*args, **kwargs)
         finally:
             _reason_in_call.reset(token)
@@ -60,6 +61,14 @@ class BodyCall(ForwardStandIn):
         if use_cache or any(is_cache(value) for value in arguments.values()):
             return "a key-value cache is filled"
         return ""
+
+
+def _makes_own_masks(model: nn.Module) -> bool:
+    """Whether a model of transformers 4 makes S x S masks for attention it does not know by name.
+
+    Its attention is switched for the layers alone, which get no mask where none is needed.
+    """
+    return any(hasattr(type(part), "_update_causal_mask") for part in pretrained_modules(model))
 
 
 def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
