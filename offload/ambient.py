@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Ambient:
-    """Context variables, autocast and the choice of attention as they are when it is made.
+    """Context variables, autocast and attention backends as they are when it is made.
 
     The library's collector of outputs is emptied in it: hooks on modules inside a layer would
     record a second run as another call, and the collector holds outputs, which hold the graph that
@@ -24,13 +24,11 @@ class Ambient:
 
     Args:
         device_type: of the layer's inputs, such as `"cuda"`; autocast of the CPU is kept as well.
-        configs: the layer's configurations, see `hf.configs_of`.
     """
 
-    def __init__(self, device_type: str, configs: list[Any]) -> None:
+    def __init__(self, device_type: str) -> None:
         self._context = contextvars.copy_context()
         self._context.run(hf.stop_collecting_outputs)
-        self._routed_configs = hf.routed_among(configs)
         self._backends = _attention_backends()
         self._autocast = [
             (
@@ -57,7 +55,6 @@ class Ambient:
         with ExitStack() as stack:
             stack.callback(_set_attention_backends, _attention_backends())
             _set_attention_backends(self._backends)
-            stack.enter_context(hf.attention_routed(self._routed_configs))
             for kind, dtype, enabled, cached in self._autocast:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)

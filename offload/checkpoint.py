@@ -8,13 +8,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from offload.adapters import transformers as hf
 from offload.ambient import Ambient
-from offload.snapshots import BufferSnapshot, ParameterSnapshot
+from offload.snapshots import Snapshot
 from offload.store import OffloadHooks, default_store
 from offload.store.identity import TensorKey, is_held_by_its_owner, is_plain, tensor_key
 from offload.store.statistics import Record
@@ -33,7 +32,6 @@ class CheckpointRegion:
 
     def __init__(
         self,
-        layer: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -41,7 +39,7 @@ class CheckpointRegion:
     ) -> None:
         self.forward = forward
         self.first_call: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.snapshots: list[BufferSnapshot | ParameterSnapshot] = []  # set by whoever runs it
+        self.snapshots: list[Snapshot] = []  # set by whoever runs it
         self.on_replay = on_replay
         leaves, self.structure = pytree.tree_flatten((args, kwargs), is_leaf=hf.is_cache)
         unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -57,7 +55,7 @@ class CheckpointRegion:
         )
         self.python_random = random.getstate()
         device_type = self.tensors[0].device.type if self.tensors else "cpu"
-        self.ambient = Ambient(device_type, hf.configs_of(layer))
+        self.ambient = Ambient(device_type)
 
     @property
     def cannot_replay(self) -> str:

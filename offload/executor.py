@@ -27,11 +27,12 @@ from torch.autograd.function import once_differentiable
 
 from offload.adapters import transformers as hf
 from offload.ambient import Ambient, RandomState
+from offload.errors import OffloadError, TileRefused
 from offload.interception import RouteScaledDotProduct
 from offload.layer_arguments import LayerArguments, LayerResult
-from offload.ops.routing import AttentionRoute, routed
+from offload.ops.routing import AttentionCall, AttentionRoute, routed
 from offload.parameter_aliases import ParameterAliases
-from offload.snapshots import BufferSnapshot, ParameterSnapshot
+from offload.snapshots import Snapshot
 from offload.tape import BackwardAttention, BackwardKeys, ForwardAttention, Tape, TileRecord
 
 
@@ -57,6 +58,9 @@ class TiledCall:
         arguments: of the call; the hidden states are taken out when it runs.
         snapshots: put back for the recompute, see `snapshots.py`.
         on_recompute: called once a backward.
+
+    Attributes:
+        watch: shown each attention call of a tile before it is answered; None in earnest.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class TiledCall:
         layer: nn.Module,
         forward: Callable[..., Any],
         arguments: LayerArguments,
-        snapshots: list[BufferSnapshot | ParameterSnapshot],
+        snapshots: list[Snapshot],
         on_recompute: Callable[[], None],
     ) -> None:
         self.layer = layer
@@ -74,6 +78,7 @@ class TiledCall:
         self.on_recompute = on_recompute
         self.aliases = ParameterAliases(layer)
         self.result: LayerResult | None = None
+        self.watch: Callable[[AttentionCall], None] | None = None
         self._configs = hf.configs_of(layer)
 
     def run(self, tape: Tape) -> Any:
@@ -102,7 +107,7 @@ class TiledCall:
         Returns:
             `[B, S, E]`, the hidden states in what the layer returns.
         """
-        self.ambient = Ambient(hidden.device.type, self._configs)
+        self.ambient = Ambient(hidden.device.type)
         if tape.store is None:
             with torch.no_grad():
                 return self.forward_all(hidden, tape)
@@ -126,7 +131,7 @@ class TiledCall:
         output: torch.Tensor | None = None
         random: RandomState | None = None
         devices = [hidden.device] if hidden.device.type == "cuda" else []
-        for tile in tape.tiles:
+        for index, tile in enumerate(tape.tiles):
             part = hidden[:, tile.begin : tile.end]
             if tape.store is not None:
                 tile.random = random = RandomState(devices, earlier=random)
@@ -137,6 +142,8 @@ class TiledCall:
                 output = result.new_empty(shape)
             output[:, tile.begin : tile.end] = result
             del part, result
+            if len(tape.blocks) not in (0, index + 1):
+                raise TileRefused("it calls attention for some tokens and not for others")
         assert output is not None
         tape.end_forward()
         if self.ambient.autocast_is_on:
@@ -180,6 +187,7 @@ class TiledCall:
             over the tiles in max(float32, dtype) and cast once.
         """
         self.on_recompute()
+        self.arguments.check_unchanged()
         keys = BackwardKeys(tape)
         d_hidden: torch.Tensor | None = None
         totals: list[torch.Tensor | None] = [None] * len(self.aliases.parameters)
@@ -195,7 +203,12 @@ class TiledCall:
                     if d_hidden is None:
                         d_hidden = d_part.new_empty(self.arguments.shape)
                     d_hidden[:, tile.begin : tile.end] = d_part
-                keys.pop(index)
+                if (block := keys.pop(index)) is not None and block.dk is not None:
+                    raise OffloadError(
+                        "offload: expected the output of a layer to depend on its attention for "
+                        "all tokens or for none; it does for later ones and not for a tile before "
+                        "them, by chance or by their values. Use Policy(mode='checkpoint')."
+                    )
                 del part, d_part, grads
         finally:
             present.restore()
@@ -262,6 +275,14 @@ class TiledCall:
         Yields:
             Nothing.
         """
+        watch = self.watch
+        if watch is not None:
+            answer = route
+
+            def route(call: AttentionCall) -> torch.Tensor:
+                watch(call)
+                return answer(call)
+
         with hf.attention_routed(self._configs), routed(route), RouteScaledDotProduct():
             yield
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from offload.adapters import transformers as hf
-from offload.errors import TileRefused
-from offload.ops.intervals import slice_rows
+from offload.errors import OffloadError, TileRefused
+from offload.ops.intervals import host_copy, shift, slice_rows
+from offload.store.ticket import version_of
 
 SEQUENCE_DIM = {
     "position_ids": -1,
@@ -64,6 +65,7 @@ class LayerArguments:
             _sequence_dim(name, leaf, self.tokens)
             for name, leaf in zip(leaf_names, leaves, strict=True)
         ]
+        self._versions = [version_of(t) if isinstance(t, torch.Tensor) else None for t in leaves]
         self.structure: Hashable = (
             self._hidden_key,
             self.shape[-1],
@@ -90,11 +92,39 @@ class LayerArguments:
         hidden, self._hidden = self.hidden, None
         return hidden
 
-    def first(self, tokens: int, dtype: torch.dtype | None = None) -> LayerArguments:
-        """Returns the arguments of a call with the first tokens only, without hidden states.
+    def check_unchanged(self) -> None:
+        """Called before the arguments serve a second run.
+
+        Raises:
+            OffloadError: if a tensor among them was changed in place since the call.
+        """
+        for leaf, version in zip(self._leaves, self._versions, strict=True):
+            if isinstance(leaf, torch.Tensor) and version_of(leaf) != version:
+                raise OffloadError(
+                    f"offload: expected a layer's argument of shape {tuple(leaf.shape)} unchanged "
+                    "between forward and backward, but it was modified in place. Clone it before "
+                    "the in-place operation."
+                )
+
+    def first_seeing_token(self) -> int:
+        """Returns a token from which on no sequence of the batch is padding; 0 without a mask."""
+        for leaf in self._leaves:
+            if hf.is_interval_mask(leaf) and leaf.shape[1] == self.tokens:
+                lo, hi = host_copy(leaf).unbind(-1)
+                seeing = lo < hi
+                if bool(seeing.any()):
+                    first = torch.where(seeing.any(1), seeing.to(torch.uint8).argmax(1), 0)
+                    return int(first.max())
+        return 0
+
+    def part(self, begin: int, end: int, dtype: torch.dtype | None = None) -> LayerArguments:
+        """Returns the arguments of a call with some tokens only, without hidden states.
+
+        Keys before them are out of sight.
 
         Args:
-            tokens: how many.
+            begin: position of the first of the tokens.
+            end: position behind the last.
             dtype: to cast floating arguments to; None leaves them.
 
         Returns:
@@ -102,10 +132,13 @@ class LayerArguments:
         """
         part = copy.copy(self)
         part._hidden = None
-        part.shape = torch.Size((self.shape[0], tokens, *self.shape[2:]))
+        part.shape = torch.Size((self.shape[0], end - begin, *self.shape[2:]))
         part._leaves = [
-            _cast(_usable(leaf if dim is None else _narrow(leaf, dim, 0, tokens)), dtype)
+            _cast(_usable(leaf if dim is None else _narrow(leaf, dim, begin, end), begin), dtype)
             for leaf, dim in zip(self._leaves, self._dims, strict=True)
+        ]
+        part._versions = [
+            version_of(t) if isinstance(t, torch.Tensor) else None for t in part._leaves
         ]
         return part
 
@@ -161,6 +194,8 @@ def _hidden_position(values: list[Any]) -> int:
 
 def _sequence_dim(name: str, leaf: Any, tokens: int) -> int | None:
     """Returns the dimension of an argument to slice; None to pass it whole."""
+    if isinstance(leaf, torch.Generator):
+        raise TileRefused("it is given a random generator, which tiles would use one by one")
     if not isinstance(leaf, torch.Tensor):
         if name in hf.CAPTURE_SWITCHES and leaf:
             raise TileRefused(f"it is asked for more than hidden states: {name} is on")
@@ -192,11 +227,13 @@ def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
     return leaf.to(dtype)
 
 
-def _usable(leaf: Any) -> Any:
-    """Makes an inference tensor one that autograd takes."""
-    if isinstance(leaf, torch.Tensor) and leaf.is_inference():
-        return leaf.clone()
-    return leaf
+def _usable(leaf: Any, begin: int) -> Any:
+    """Makes an argument of some tokens one of a call of its own, which autograd takes."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if hf.is_interval_mask(leaf):
+        return shift(leaf, begin)
+    return leaf.clone() if leaf.is_inference() else leaf
 
 
 def _kind(leaf: Any) -> Hashable:
@@ -222,8 +259,8 @@ class LayerResult:
             return
         if not isinstance(output, (tuple, list)) or not output:
             raise TileRefused(f"it returns a {type(output).__name__}, not hidden states")
-        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(list(output[1:]))):
-            raise TileRefused("it returns another tensor besides the hidden states")
+        if any(leaf is not None for leaf in pytree.tree_leaves(list(output[1:]))):
+            raise TileRefused("it returns something else besides the hidden states")
         if not isinstance(output[0], torch.Tensor):
             raise TileRefused("what it returns does not begin with hidden states")
         self._tuple = type(output)

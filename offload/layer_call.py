@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.adapters import transformers as hf
 from offload.adapters.accelerate import weights_are_elsewhere
 from offload.checkpoint import CheckpointRegion, activations_among, run_checkpointed
 from offload.errors import LayerRefused, OffloadError, TileRefused
 from offload.installation import Installation
-from offload.snapshots import BufferSnapshot, ParameterSnapshot
+from offload.snapshots import BufferSnapshot, ModuleState, ParameterSnapshot
 from offload.stand_in import ForwardStandIn
 from offload.store import default_store
 from offload.store.identity import tensor_key
@@ -31,6 +32,7 @@ class LayerCall(ForwardStandIn):
     """
 
     stands_for_layer = True
+    attends = True
 
     def __init__(
         self, layer: nn.Module, name: str, from_end: int, installation: Installation
@@ -41,18 +43,15 @@ class LayerCall(ForwardStandIn):
         self.installation = installation
         self.record = Record(name)
         self.written_buffers: set[str] | None = None
-        self.tiling = self._tiling(attends=True)
-        installation.records.append(self.record)
-
-    def _tiling(self, *, attends: bool) -> Tiling:
-        return Tiling(
-            self.module,
-            self.name,
+        self.tiling = Tiling(
+            layer,
+            name,
             self.record,
-            self.installation,
-            attends=attends,
-            keep_last=self.from_end <= self.installation.policy.keep_last,
+            installation,
+            attends=self.attends,
+            keep_last=from_end <= installation.policy.keep_last,
         )
+        installation.records.append(self.record)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with the arguments of its own forward."""
@@ -72,10 +71,14 @@ class LayerCall(ForwardStandIn):
             except TileRefused as refused:
                 self._note_refusal(str(refused))
             else:
-                return forward(*args, **kwargs) if call is None else call.run()
-        if not grad:
-            return forward(*args, **kwargs)
-        return self._checkpointed(args, kwargs)
+                return self._untiled(args, kwargs, grad=False) if call is None else call.run()
+        return self._untiled(args, kwargs, grad=grad)
+
+    def _untiled(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad: bool) -> Any:
+        """Runs the layer with its own attention and masks; recomputed in backward with `grad`."""
+        with hf.attention_as_before(self.module):
+            args, kwargs = hf.with_own_masks((args, kwargs))
+            return self._checkpointed(args, kwargs) if grad else self.__wrapped__(*args, **kwargs)
 
     def _note_refusal(self, reason: str) -> None:
         if not torch.is_grad_enabled():
@@ -94,7 +97,7 @@ class LayerCall(ForwardStandIn):
         forward = self.__wrapped__
         if reason := weights_are_elsewhere(self.module):
             raise LayerRefused(_refusal(self.name, reason))
-        region = CheckpointRegion(self.module, forward, args, kwargs, self.tiling.on_recompute)
+        region = CheckpointRegion(forward, args, kwargs, self.tiling.on_recompute)
         if not self._needs_gradients(region):
             return forward(*args, **kwargs)
         if reason := region.cannot_replay:
@@ -125,7 +128,7 @@ class LayerCall(ForwardStandIn):
 
         buffers = BufferSnapshot(self.module, self.written_buffers)
         parameters = ParameterSnapshot(self.module, self.name)
-        region.snapshots = [buffers, parameters]
+        region.snapshots = [ModuleState(self.module, self.name), buffers, parameters]
         output = run_checkpointed(region, tier_of, self.record)
         parameters.check_after_forward()
         written, missing = buffers.keep_written()
@@ -146,11 +149,7 @@ class TokenwiseCall(LayerCall):
     untouched: to recompute it alone would free nothing.
     """
 
-    def __init__(
-        self, layer: nn.Module, name: str, from_end: int, installation: Installation
-    ) -> None:
-        super().__init__(layer, name, from_end, installation)
-        self.tiling = self._tiling(attends=False)
+    attends = False
 
     def _note_refusal(self, reason: str) -> None:
         """Says nothing: the module is as it was."""

@@ -34,31 +34,27 @@ class ParameterAliases:
                     self._slots.append((module, key, index))
 
     @contextmanager
-    def replaced(self, dtype: torch.dtype | None = None) -> Iterator[list[torch.Tensor]]:
+    def replaced(self) -> Iterator[list[torch.Tensor]]:
         """Puts fresh aliases in the parameters' places, and the parameters back afterwards.
-
-        Args:
-            dtype: to cast the aliases to; None keeps each one's own, without a copy.
 
         Yields:
             The aliases, one for each of `parameters`, leaves that require gradients.
         """
         real = [(module, key, module._parameters[key]) for module, key, _ in self._slots]
-        aliases: list[torch.Tensor | None] = [None] * len(self.parameters)
+        aliases: dict[int, torch.Tensor] = {}
         try:
             for (module, key, index), (_, _, current) in zip(self._slots, real, strict=True):
-                if aliases[index] is None:
-                    assert current is not None
-                    aliases[index] = _alias(current, dtype)
+                assert current is not None
+                if index not in aliases:
+                    aliases[index] = _alias(current)
                 module._parameters[key] = aliases[index]  # type: ignore[assignment]
-            yield [alias for alias in aliases if alias is not None]
+            yield [aliases[index] for index in range(len(self.parameters))]
         finally:
             for module, key, current in real:
                 module._parameters[key] = current
 
 
-def _alias(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    values = parameter.detach() if dtype is None else parameter.detach().to(dtype)
+def _alias(parameter: torch.Tensor) -> torch.Tensor:
     if isinstance(parameter, nn.Parameter):
-        return nn.Parameter(values)
-    return values.requires_grad_()
+        return nn.Parameter(parameter.detach())
+    return parameter.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""A layer's buffers and parameters as a call found them, for the replay of that call."""
+"""A layer as a call found it, for the second run of that call: buffers, parameters, modes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from offload.adapters.peft import adapter_state
 from offload.errors import LayerRefused, OffloadError
-from offload.store.identity import nbytes_of
+from offload.store.identity import is_plain, nbytes_of
 from offload.store.ticket import version_of
 
 SNAPSHOT_BYTES = 256 << 10
@@ -21,11 +22,9 @@ Slots = dict[str, torch.Tensor | None]
 class BufferSnapshot:
     """A layer's buffers before a call.
 
-    Small buffers are copied whether they change or not: BatchNorm's kernels write statistics
-        without
-    telling autograd's version counter, and comparing values would wait for the device. A buffer
-    that did not exist yet, or was None, is so again in the replay; one that bears two names stays
-    one.
+    Small buffers are copied whether they change or not: BatchNorm's kernels do not tell autograd's
+    version counter, and comparing values would wait for the device. A buffer that did not exist
+    yet, or was None, is so again in the replay; one that bears two names stays one.
 
     Args:
         layer: the layer about to be called.
@@ -94,14 +93,14 @@ class ParameterSnapshot:
     """Which parameters a call used, and their versions.
 
     Plain torch raises in backward when a weight was changed after it was saved; a replay would use
-    the new values without a word. Values are not copied and objects are not held against sharding:
-    one that was replaced by another `Parameter` is left alone.
+    the new values without a word. Values are not copied. One that another tensor stands in for by
+    the time of the replay is put back for it, unless its memory was given up (sharding).
     """
 
     def __init__(self, layer: nn.Module, layer_name: str) -> None:
         self._layer_name = layer_name
-        self._used: list[tuple[nn.Module, str, torch.Tensor, int | None]] = [
-            (module, key, parameter, version_of(parameter))
+        self._used: list[tuple[nn.Module, str, torch.Tensor, int | None, int]] = [
+            (module, key, parameter, version_of(parameter), _storage_of(parameter))
             for module in layer.modules()
             for key, parameter in module._parameters.items()
             if parameter is not None
@@ -135,8 +134,8 @@ class ParameterSnapshot:
             )
         stand_ins = [
             (module, key, used, module._parameters.get(key))
-            for module, key, used, _ in self._used
-            if not isinstance(used, nn.Parameter) and module._parameters.get(key) is not used
+            for module, key, used, *_ in self._used
+            if module._parameters.get(key) is not used and _holds_values(used)
         ]
         try:
             for module, key, used, _ in stand_ins:
@@ -147,7 +146,64 @@ class ParameterSnapshot:
                 module._parameters[key] = real
 
     def _changed(self) -> str:
-        for module, key, used, version in self._used:
-            if module._parameters.get(key) is used and version_of(used) != version:
+        for module, key, used, version, storage in self._used:
+            if module._parameters.get(key) is used and (
+                version_of(used) != version or _storage_of(used) != storage
+            ):
                 return key
         return ""
+
+
+def _storage_of(parameter: torch.Tensor) -> int:
+    """Identifies the memory behind a parameter, which `parameter.data = other` changes.
+
+    Sharded parameters keep theirs, emptied and filled again.
+    """
+    return parameter.untyped_storage()._cdata if is_plain(parameter) else 0
+
+
+def _holds_values(parameter: torch.Tensor) -> bool:
+    """Whether a tensor that stood in a module can stand there again; a sharded one is empty now."""
+    return not is_plain(parameter) or parameter.untyped_storage().nbytes() > 0
+
+
+class ModuleState:
+    """What else decides how a layer runs: the modules' training flags, and which adapters are on.
+
+    Flags are put back for the second run. Adapters are not: what is trainable hangs on them.
+
+    Args:
+        layer: the layer about to be called.
+        layer_name: its name, for messages.
+    """
+
+    def __init__(self, layer: nn.Module, layer_name: str) -> None:
+        self._layer = layer
+        self._layer_name = layer_name
+        self._training = [(module, module.training) for module in layer.modules()]
+        self._adapters = adapter_state(layer)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Puts the training flags back as they were, for one replay.
+
+        Raises:
+            OffloadError: if adapters were switched between forward and backward.
+        """
+        if adapter_state(self._layer) != self._adapters:
+            raise OffloadError(
+                f"offload: expected the adapters of layer '{self._layer_name}' as they were in "
+                "forward, but others are active now. Switch adapters after the backward."
+            )
+        present = [(module, module.training) for module, _ in self._training]
+        try:
+            for module, flag in self._training:
+                module.training = flag
+            yield
+        finally:
+            for module, flag in present:
+                module.training = flag
+
+
+Snapshot = BufferSnapshot | ParameterSnapshot | ModuleState
+"""What can be entered around a second run of a layer, by `replayed`."""

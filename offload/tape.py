@@ -19,6 +19,7 @@ from offload.ambient import RandomState
 from offload.errors import OffloadError, TileRefused
 from offload.ops.attention import KeyBlock, attend, attend_backward
 from offload.ops.intervals import causal_intervals, host_copy
+from offload.ops.routing import AttentionCall
 from offload.store import Store, Ticket
 from offload.store.layout import compact
 from offload.store.statistics import Record
@@ -131,33 +132,23 @@ class ForwardAttention:
         self._tile = tile
         self._called = False
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        intervals: torch.Tensor | None,
-        window_size: int | None,
-        softmax_scale: float | None,
-        softcap: float,
-    ) -> torch.Tensor:
-        """Returns the tile's attention output; see `routing.AttentionRoute`."""
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        """Returns the tile's attention output, `[B, H, T, D]`."""
         if self._called:
             raise TileRefused("it calls attention more than once")
         self._called = True
         tape, tile = self._tape, self._tile
-        intervals = intervals_of_tile(tile, q, k, v, intervals, window_size)
+        intervals = intervals_of_tile(tile, call)
         # A copy where keys are a part of a larger tensor, such as a fused projection's output.
-        block = KeyBlock(compact(k.detach())[0], compact(v.detach())[0], tile.begin)
+        block = KeyBlock(compact(call.k.detach())[0], compact(call.v.detach())[0], tile.begin)
         tape.blocks.append(block)
         with torch._C.DisableTorchFunction():  # what looks for torch's attention is not needed here
             out, lse = attend(
-                q,
+                call.q,
                 seen_blocks(tape.blocks, intervals),
                 intervals,
-                softmax_scale=softmax_scale,
-                softcap=softcap,
+                softmax_scale=call.softmax_scale,
+                softcap=call.softcap,
                 backend=tape.backend,
             )
         if tape.store is not None:
@@ -189,7 +180,7 @@ class BackwardKeys:
         for i in reversed(seen):
             if i not in self._blocks:
                 tile = self.tape.tiles[i]
-                assert tile.k is not None
+                assert tile.k is not None  # `TiledCall.forward_all` saw to it
                 assert tile.v is not None
                 v = tile.v.reload()
                 self._blocks[i] = KeyBlock(tile.k.reload(), v, tile.begin)
@@ -213,26 +204,16 @@ class BackwardAttention:
         self.index = index
         self.tile = keys.tape.tiles[index]
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        intervals: torch.Tensor | None,
-        window_size: int | None,
-        softmax_scale: float | None,
-        softcap: float,
-    ) -> torch.Tensor:
-        """Returns the recorded output, differentiable; see `routing.AttentionRoute`."""
-        intervals = intervals_of_tile(self.tile, q, k, v, intervals, window_size)
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        """Returns the recorded output, `[B, H, T, D]`, differentiable."""
+        intervals = intervals_of_tile(self.tile, call)
         settings = {
-            "softmax_scale": softmax_scale,
-            "softcap": softcap,
+            "softmax_scale": call.softmax_scale,
+            "softcap": call.softcap,
             "backend": self.keys.tape.backend,
         }
         output: torch.Tensor = _ReplayedAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, self, intervals, settings
+            call.q, call.k, call.v, self, intervals, settings
         )
         return output
 
@@ -278,23 +259,12 @@ class _ReplayedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def intervals_of_tile(
-    tile: TileRecord,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    intervals: torch.Tensor | None,
-    window_size: int | None,
-) -> torch.Tensor:
+def intervals_of_tile(tile: TileRecord, call: AttentionCall) -> torch.Tensor:
     """Returns the intervals of a tile's rows, after a check that the tile can serve the call.
 
     Args:
         tile: the tile that runs.
-        q: `[B, H, T, D]`.
-        k: `[B, Hk, T, D]`.
-        v: `[B, Hk, T, D]`.
-        intervals: `[B or 1, T, 2]` in positions of the whole sequence; None for causal attention.
-        window_size: number of keys a row sees at most; only without intervals.
+        call: what its layer asks for.
 
     Returns:
         `[B or 1, T, 2]` int64.
@@ -303,17 +273,17 @@ def intervals_of_tile(
         TileRefused: if queries or keys are not the tile's own, or a row sees keys behind the tile.
     """
     rows = tile.end - tile.begin
-    if not q.shape[2] == k.shape[2] == v.shape[2] == rows:
+    if not call.q.shape[2] == call.k.shape[2] == call.v.shape[2] == rows:
         raise TileRefused("attention gets keys or queries of other tokens than the layer's input")
-    if v.shape[-1] != q.shape[-1]:
+    if call.v.shape[-1] != call.q.shape[-1]:
         raise TileRefused("its values have another head dim than its keys")
-    if intervals is None:
-        return causal_intervals(tile.begin, rows, window_size=window_size)
-    if window_size is not None:
+    if call.intervals is None:
+        return causal_intervals(tile.begin, rows, window_size=call.window_size)
+    if call.window_size is not None:
         raise TileRefused("attention gets intervals and a window as well")
-    if int(host_copy(intervals)[..., 1].max()) > tile.end:
+    if int(host_copy(call.intervals)[..., 1].max()) > tile.end:
         raise TileRefused("a token attends to tokens after its tile")
-    return intervals
+    return call.intervals
 
 
 def first_seen_key(intervals: torch.Tensor) -> int:

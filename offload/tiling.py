@@ -16,8 +16,8 @@ from offload.errors import LayerRefused, TileRefused
 from offload.executor import TiledCall, tiles_of
 from offload.installation import Installation
 from offload.layer_arguments import LayerArguments
-from offload.probe import PROBE_TOKENS, VERIFY_TOLERANCE, Verdict, compare_tiles, prove
-from offload.snapshots import BufferSnapshot, ParameterSnapshot
+from offload.probe import PROBE_TOKENS, Verdict, prove, verify
+from offload.snapshots import BufferSnapshot, ModuleState, ParameterSnapshot
 from offload.store import default_store
 from offload.store.statistics import Record
 from offload.tape import Tape
@@ -95,7 +95,7 @@ class Tiling:
     def _proof(self, forward: Callable[..., Any], arguments: LayerArguments) -> Verdict:
         layer, hidden = self.layer, arguments.hidden
         key = (
-            layer.training,
+            tuple(module.training for module in layer.modules()),
             hidden.dtype,
             hidden.device.type,
             arguments.structure,
@@ -109,26 +109,9 @@ class Tiling:
         if known is None or (known.tokens < needed and not known.refusal):
             known = prove(layer, forward, arguments, hidden, attends=self.attends)
             if self.installation.verify and not known.refusal:
-                known = self._verified(forward, arguments, known)
+                tiles = tiles_of(arguments.tokens, self.installation.policy.tile_tokens)
+                known = verify(layer, forward, arguments, hidden, tiles)
             self._proofs[key] = known
-        return known
-
-    def _verified(
-        self, forward: Callable[..., Any], arguments: LayerArguments, known: Verdict
-    ) -> Verdict:
-        tiles = tiles_of(arguments.tokens, self.installation.policy.tile_tokens)
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                compare_tiles(
-                    self.layer,
-                    forward,
-                    arguments.first(arguments.tokens),
-                    arguments.hidden,
-                    tiles,
-                    VERIFY_TOLERANCE,
-                )
-        except TileRefused as refused:
-            return Verdict(known.tokens, f"verify: {refused}")
         return known
 
     def on_recompute(self) -> None:
@@ -191,10 +174,11 @@ class PreparedCall:
             keep_last=tiling.keep_last,
             backend=backend,
         )
+        state = ModuleState(layer, tiling.name)
         buffers = BufferSnapshot(layer, set())
         parameters = ParameterSnapshot(layer, tiling.name)
         call = TiledCall(
-            layer, self._forward, arguments, [buffers, parameters], tiling.on_recompute
+            layer, self._forward, arguments, [state, buffers, parameters], tiling.on_recompute
         )
         del hidden
         output = self._checked(call, tape)

@@ -210,9 +210,9 @@ REFUSED = {
     RunningStatistics: "depends on other tokens|writes to its buffer",
     Counting: "writes to its buffer 'calls'",
     CapacityRouter: "depends on other tokens",
-    LengthThreshold: "changes when the sequence is cut into tiles",
-    LowThreshold: "changes when the sequence is cut into tiles",
-    OwnPositions: "changes when the sequence is cut into tiles",
+    LengthThreshold: "changes with the length of a tile",
+    LowThreshold: "changes with the length of a tile",
+    OwnPositions: "changes with the length of a tile",
     WritesIntoInput: "trial run raised RuntimeError",
     Shortened: "another number of tokens",
     WithoutCausalMask: "gets a mask",
@@ -297,7 +297,7 @@ def test_a_proof_on_few_tokens_does_not_hold_for_more():
         Stack([layer]), layers=Attending, policy=offload.Policy(mode="tiled", tile_tokens=64)
     )
     model(torch.randn(1, 100, WIDTH)).sum().backward()  # below the threshold: one behaviour
-    with pytest.raises(LayerRefused, match="cut into tiles"):
+    with pytest.raises(LayerRefused, match="changes with the length of a tile"):
         model(torch.randn(1, 256, WIDTH))
 
 
@@ -312,7 +312,7 @@ def test_verify_finds_what_only_happens_beyond_the_probe():
     unseen = offload.wrap(Stack([late]), layers=Attending, policy=policy)
     unseen(x)  # what the docstring says the probe cannot see
     seen = offload.wrap(Stack([late]), layers=Attending, policy=policy, verify=True)
-    with pytest.raises(LayerRefused, match=r"verify: .*cut into tiles"):
+    with pytest.raises(LayerRefused, match=r"verify: .*changes with the length of a tile"):
         seen(x)
 
 

@@ -30,7 +30,7 @@ from offload.ops.intervals import (
     slice_rows,
 )
 from offload.ops.reference_attention import Backend, wide_dtype
-from offload.ops.routing import current_route
+from offload.ops.routing import AttentionCall, current_route
 
 TILE_TOKENS = 2048
 """Queries and keys that `attention` hands to a kernel at once.
@@ -345,7 +345,6 @@ def attention(
     if _autocast_is_on(q.device):
         q, k, v = (_as_autocast(x) for x in (q, k, v))
     _check_tensors("attention", q, k, v, softcap)
-    logits: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap}
     route = current_route()
     if route is not None:
         if intervals is None and not causal:
@@ -353,14 +352,15 @@ def attention(
                 "attention: expected causal attention in a layer that runs tile by tile, got "
                 "causal=False. Pass intervals, or run the layer with Policy(mode='checkpoint')."
             )
-        return route(q, k, v, intervals=intervals, window_size=window_size, **logits)
+        return route(AttentionCall(q, k, v, intervals, window_size, softmax_scale, softcap))
     if intervals is None:
         intervals = _intervals_of(q, k, causal=causal, window_size=window_size)
     else:
         check_intervals("attention", q, intervals)
         intervals = limit_window(intervals, window_size)
+    settings = {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
     result: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, intervals, {**logits, "backend": backend}
+        q, k, v, intervals, settings
     )
     return result
 

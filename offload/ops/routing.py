@@ -10,36 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 
-class AttentionRoute(Protocol):
-    """Takes the attention call of a tile.
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """What a layer asks of attention, for the tokens of a tile.
 
-    Args of the call: `q` `[B, H, T, D]`, `k` and `v` `[B, Hk, T, D]`, of the tile's own tokens;
-    `intervals` `[B or 1, T, 2]` of the tile's rows in positions of the whole sequence, or None for
-    causal attention; `window_size` the number of keys a row sees at most, itself included, or None;
-    `softmax_scale`, or None for `D ** -0.5`; `softcap` of the logits, 0 for none. Returns
-    `[B, H, T, D]`.
+    Attributes:
+        q: `[B, H, T, D]`.
+        k: `[B, Hk, T, D]`.
+        v: `[B, Hk, T, Dv]`.
+        intervals: `[B or 1, T, 2]` in positions of the whole sequence; None for causal attention.
+        window_size: number of keys a row sees at most, itself included, or None.
+        softmax_scale: factor of the logits; None for `D ** -0.5`.
+        softcap: bound of the logits; 0 for none.
     """
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        intervals: torch.Tensor | None,
-        window_size: int | None,
-        softmax_scale: float | None,
-        softcap: float,
-    ) -> torch.Tensor:
-        """Computes the tile's attention output."""
-        ...
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    intervals: torch.Tensor | None = None
+    window_size: int | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
 
+
+AttentionRoute = Callable[[AttentionCall], torch.Tensor]
+"""Takes the attention call of a tile and returns its output, `[B, H, T, Dv]`."""
 
 _route: contextvars.ContextVar[AttentionRoute | None] = contextvars.ContextVar(
     "offload_attention_route", default=None

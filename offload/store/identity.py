@@ -60,9 +60,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fully described by its bytes, shape and strides.
 
-    Subclasses (quantised weights, DTensor, fake tensors), sparse and nested layouts, tensors
-    without
-    data and lazy conjugates are not: they are kept by reference.
+    Subclasses (quantised weights, DTensor, fake tensors), sparse and nested layouts, tensors that
+    have no data and lazy conjugates are not: they are kept by reference.
     """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -31,9 +31,8 @@ class Ticket:
     """What `Store.offload` returns. It belongs to the autograd node (or caller) that holds it.
 
     Dropping the last reference releases it, on any thread and also when backward never ran: the
-        native
-    ticket only marks its slot, and the store frees it with its next call. Reloading does not use a
-    ticket up, so a graph kept with `retain_graph=True` can be walked again.
+    native ticket only marks its slot, and the store frees it with its next call. Reloading does not
+    use a ticket up, so a graph kept with `retain_graph=True` can be walked again.
 
     A ticket of tier `device` holds its tensor by reference and costs nothing.
     """

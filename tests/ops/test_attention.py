@@ -16,7 +16,7 @@ from offload.ops.attention import (
     merge,
 )
 from offload.ops.intervals import causal_intervals, full_intervals, with_host_copy
-from offload.ops.routing import routed
+from offload.ops.routing import AttentionCall, routed
 
 F64 = torch.float64
 BACKENDS = ["torch", "reference"]
@@ -672,12 +672,12 @@ def test_autocast_computes_in_its_dtype_as_torchs_attention_does(softcap):
 
 
 class Recorder:
-    def __init__(self):
-        self.calls = []
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
 
-    def __call__(self, q, k, v, **kwargs):
-        self.calls.append((q, k, v, kwargs))
-        return q * 2
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        self.calls.append(call)
+        return call.q * 2
 
 
 def test_a_route_gets_the_call_as_it_was_made():
@@ -687,11 +687,10 @@ def test_a_route_gets_the_call_as_it_was_made():
     with routed(route):
         out = attention(q, k, v, intervals=intervals, window_size=5, softmax_scale=0.3, softcap=2.0)
     assert torch.equal(out, q * 2)
-    ((*tensors_seen, kwargs),) = route.calls
-    assert all(x is y for x, y in zip(tensors_seen, (q, k, v), strict=True))
-    assert kwargs == {
-        "intervals": intervals, "window_size": 5, "softmax_scale": 0.3, "softcap": 2.0
-    }  # fmt: skip
+    (call,) = route.calls
+    assert all(a is b for a, b in zip((call.q, call.k, call.v), (q, k, v), strict=True))
+    assert call.intervals is intervals
+    assert (call.window_size, call.softmax_scale, call.softcap) == (5, 0.3, 2.0)
 
 
 def test_a_route_gets_no_intervals_where_the_call_is_causal():
@@ -699,9 +698,9 @@ def test_a_route_gets_no_intervals_where_the_call_is_causal():
     route = Recorder()
     with routed(route):
         attention(q, k, v)
-    assert route.calls[0][3] == {
-        "intervals": None, "window_size": None, "softmax_scale": None, "softcap": 0.0
-    }  # fmt: skip
+    call = route.calls[0]
+    assert (call.intervals, call.window_size, call.softmax_scale) == (None, None, None)
+    assert call.softcap == 0.0
     attention(q, k, v)
     assert len(route.calls) == 1
 

@@ -4,9 +4,9 @@ Nothing here imports transformers; where the program has not, there is nothing t
 """
 
 from offload.adapters.transformers.attention import (
+    attention_as_before,
     attention_routed,
     configs_of,
-    routed_among,
 )
 from offload.adapters.transformers.body import (
     CAPTURE_SWITCHES,
@@ -19,10 +19,11 @@ from offload.adapters.transformers.capturing import stop_collecting_outputs
 from offload.adapters.transformers.checkpointing import install, uninstall
 from offload.adapters.transformers.head import install_head, uninstall_head
 from offload.adapters.transformers.library import find_layers
-from offload.adapters.transformers.masks import is_interval_mask
+from offload.adapters.transformers.masks import is_interval_mask, with_own_masks
 
 __all__ = [
     "CAPTURE_SWITCHES",
+    "attention_as_before",
     "attention_routed",
     "cannot_replay",
     "configs_of",
@@ -32,11 +33,11 @@ __all__ = [
     "install_head",
     "is_cache",
     "is_interval_mask",
-    "routed_among",
     "snapshot_caches",
     "stop_collecting_outputs",
     "uninstall",
     "uninstall_bodies",
     "uninstall_head",
     "untiled_reason",
+    "with_own_masks",
 ]

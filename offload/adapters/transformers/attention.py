@@ -6,20 +6,27 @@ it is switched for the duration of a call, and put back whatever happens.
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.adapters.hooks import has_user_hook
-from offload.adapters.transformers.masks import interval_mask, is_interval_mask
-from offload.errors import LayerRefused, TileRefused
+from offload.adapters.transformers.masks import (
+    interval_mask,
+    is_interval_mask,
+    own_mask,
+    with_own_mask,
+)
+from offload.errors import TileRefused
 from offload.ops.attention import attention
-from offload.ops.intervals import dense_mask
 from offload.ops.routing import current_route
 
 NAME = "offload"
@@ -48,8 +55,20 @@ _HARMLESS = frozenset(
 )
 """Arguments that reach attention functions and that torch's own kernels ignore as well."""
 
-_previous_names: ContextVar[dict[int, str] | None] = ContextVar("offload_previous", default=None)
-"""The names that stood in the configurations, by their identity; they live longer than a call."""
+
+@dataclass
+class _Switch:
+    """A configuration whose attention is ours at the moment, how often, and what it was before."""
+
+    name: str
+    users: int = 0
+
+
+_switches: dict[int, _Switch] = {}
+"""By the identity of configurations that a call in progress holds."""
+_lock = threading.Lock()
+_ours: ContextVar[bool] = ContextVar("offload_attention_is_ours", default=False)
+"""Whether this thread wants our attention where a configuration is switched."""
 
 
 def configs_of(module: nn.Module) -> list[Any]:
@@ -62,11 +81,6 @@ def configs_of(module: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def routed_among(configs: list[Any]) -> list[Any]:
-    """Picks the configurations whose attention is ours at the moment."""
-    return [config for config in configs if config._attn_implementation_internal == NAME]
-
-
 @contextmanager
 def attention_routed(configs: list[Any]) -> Iterator[None]:
     """Makes modules with these configurations call our attention, and makes masks for it.
@@ -77,25 +91,60 @@ def attention_routed(configs: list[Any]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    previous = {
-        id(config): config._attn_implementation_internal
-        for config in configs
-        if config._attn_implementation_internal != NAME
-    }
-    if not previous:
+    if not configs:
         yield
         return
     _register()
-    token = _previous_names.set((_previous_names.get() or {}) | previous)
-    try:
+    with _lock:
         for config in configs:
+            name = config._attn_implementation_internal
+            switch = _switches.setdefault(id(config), _Switch(name))
+            switch.users += 1
             config._attn_implementation_internal = NAME
+    token = _ours.set(True)
+    try:
         yield
     finally:
-        for config in configs:
-            if id(config) in previous:
-                config._attn_implementation_internal = previous[id(config)]
-        _previous_names.reset(token)
+        _ours.reset(token)
+        with _lock:
+            for config in configs:
+                switch = _switches[id(config)]
+                switch.users -= 1
+                if switch.users == 0:
+                    config._attn_implementation_internal = switch.name
+                    del _switches[id(config)]
+
+
+@contextmanager
+def attention_as_before(module: nn.Module) -> Iterator[None]:
+    """Within a call that is routed, gives the modules inside a module their own attention back.
+
+    Args:
+        module: a layer that is not run by tiles.
+
+    Yields:
+        Nothing.
+    """
+    if not _ours.get():
+        yield
+        return
+    with _lock:
+        # Where another thread uses the same configuration, the name stays and `_ours` decides.
+        alone = [
+            config
+            for config in configs_of(module)
+            if id(config) in _switches and _switches[id(config)].users == 1
+        ]
+        for config in alone:
+            config._attn_implementation_internal = _switches[id(config)].name
+    token = _ours.set(False)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+        with _lock:
+            for config in alone:
+                config._attn_implementation_internal = NAME
 
 
 def _register() -> None:
@@ -108,7 +157,8 @@ def _register() -> None:
 
 
 def _previous_name(config: Any) -> str:
-    return (_previous_names.get() or {}).get(id(config)) or "sdpa"
+    switch = _switches.get(id(config))
+    return switch.name if switch is not None else "sdpa"
 
 
 def mask_of_call(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -121,13 +171,14 @@ def mask_of_call(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     Returns:
         `[B or 1, S, 2]`, or what the model's own attention wants where rows are not intervals.
     """
-    intervals = interval_mask(**kwargs)
-    if intervals is not None:
-        return intervals
     functions = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
     name = _previous_name(kwargs.get("config"))
-    mask: torch.Tensor | None = functions[name if name in functions else "sdpa"](*args, **kwargs)
-    return mask
+    make_own = functools.partial(functions[name if name in functions else "sdpa"], *args, **kwargs)
+    intervals = interval_mask(**kwargs) if _ours.get() else None
+    if intervals is None:
+        own: torch.Tensor | None = make_own()
+        return own
+    return with_own_mask(intervals, make_own)
 
 
 def attention_forward(
@@ -164,15 +215,19 @@ def attention_forward(
     Raises:
         TileRefused: in a tile that cannot serve the call.
     """
+    if attention_mask is not None and is_interval_mask(attention_mask) and not _ours.get():
+        attention_mask = own_mask(attention_mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     reason = _why_not_ours(module, attention_mask, dropout, causal=causal, others=kwargs)
-    if reason:
+    if reason or not _ours.get():
         if current_route() is not None:
             raise TileRefused(reason)
         kwargs |= {"dropout": dropout, "scaling": scaling}
         kwargs |= {} if softcap is None else {"softcap": softcap}
         kwargs |= {} if is_causal is None else {"is_causal": is_causal}
         return _as_before(module, query, key, value, attention_mask, **kwargs)
+    if softcap is not None and _ignores_softcap(_previous_name(module.config)):
+        softcap = None
     out = attention(
         query,
         key,
@@ -183,6 +238,11 @@ def attention_forward(
         softcap=softcap or 0.0,
     )
     return out.transpose(1, 2), None
+
+
+def _ignores_softcap(name: str) -> bool:
+    """Whether an attention computes as if there were no softcap; transformers 5 refuses it."""
+    return name == "sdpa" and sys.modules["transformers"].__version__.startswith("4.")
 
 
 def _why_not_ours(
@@ -217,19 +277,10 @@ def _as_before(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Calls the attention that the model had before the name was switched."""
+    if mask is not None and is_interval_mask(mask):
+        mask = own_mask(mask)
     name = _previous_name(module.config)
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    if mask is not None and is_interval_mask(mask):
-        if name not in ("sdpa", "eager"):
-            raise LayerRefused(
-                f"offload: expected attention '{name}' with arguments that offload.attention "
-                "takes, or attention 'sdpa' or 'eager'. Load the model with "
-                "attn_implementation='sdpa', or use Policy(mode='checkpoint')."
-            )
-        mask = dense_mask(mask.to(query.device), 0, key.shape[2])
-        if name == "eager":
-            least = torch.finfo(query.dtype).min
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least)
     function = (
         functions[name]
         if name in functions

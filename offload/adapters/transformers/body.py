@@ -11,7 +11,8 @@ from torch import nn
 
 from offload.adapters.transformers.attention import attention_routed, configs_of
 from offload.adapters.transformers.caches import is_cache
-from offload.adapters.transformers.library import pretrained_modules
+from offload.adapters.transformers.checkpointing import is_wrapped
+from offload.adapters.transformers.library import function_of, pretrained_modules
 from offload.stand_in import ForwardStandIn, stand_in_of
 
 CAPTURE_SWITCHES = frozenset({"output_attentions", "output_router_logits"})
@@ -41,7 +42,8 @@ class BodyCall(ForwardStandIn):
         reason = self._reason(_named(forward, args, kwargs))
         token = _reason_in_call.set(reason)
         try:
-            configs = [] if reason or _makes_own_masks(self.module) else configs_of(self.module)
+            own = reason or not _takes_our_masks(self.module)
+            configs = [] if own else configs_of(self.module)
             with attention_routed(configs):
                 return forward(*args, **kwargs)
         finally:
@@ -51,7 +53,8 @@ class BodyCall(ForwardStandIn):
         config = getattr(self.module, "config", None)
         for name in sorted(CAPTURE_SWITCHES):
             value = arguments.get(name)
-            if value if value is not None else getattr(config, name, False):
+            configs = configs_of(self.module) if value is None else []
+            if value or any(getattr(part, name, False) for part in configs):
                 return f"{name} is on"
         if torch.is_grad_enabled():
             return ""
@@ -63,12 +66,21 @@ class BodyCall(ForwardStandIn):
         return ""
 
 
-def _makes_own_masks(model: nn.Module) -> bool:
-    """Whether a model of transformers 4 makes S x S masks for attention it does not know by name.
+def _takes_our_masks(model: nn.Module) -> bool:
+    """Whether a model hands masks on to attention that it looks up by name.
 
-    Its attention is switched for the layers alone, which get no mask where none is needed.
+    Others work on their masks themselves, or (transformers 4) make S x S masks for attention that
+    they do not know. Their attention is switched for the layers alone, which get no mask where none
+    is needed.
     """
-    return any(hasattr(type(part), "_update_causal_mask") for part in pretrained_modules(model))
+    if any(hasattr(type(part), "_update_causal_mask") for part in pretrained_modules(model)):
+        return False
+    layers = [part for part in model.modules() if is_wrapped(part)]
+    return all(
+        function_of(type(layer).__module__, "ALL_ATTENTION_FUNCTIONS") is not None
+        or not type(layer).__module__.startswith("transformers.")
+        for layer in layers
+    )
 
 
 def _named(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

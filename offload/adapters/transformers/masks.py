@@ -10,8 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from offload.adapters.transformers.caches import is_cache
 from offload.adapters.transformers.library import function_of
+from offload.errors import TileRefused
 from offload.ops.intervals import causal_intervals, with_host_copy
 
 BLOCK_ELEMENTS = 1 << 24
@@ -28,6 +31,45 @@ def is_interval_mask(value: Any) -> bool:
         and value.ndim == 3
         and value.shape[-1] == 2
     )
+
+
+def with_own_mask(intervals: torch.Tensor, make: Callable[[], torch.Tensor | None]) -> torch.Tensor:
+    """Notes on an interval mask how the model's own attention would have its mask."""
+    intervals._offload_make_own_mask = make  # type: ignore[attr-defined]
+    return intervals
+
+
+def own_mask(intervals: torch.Tensor) -> torch.Tensor | None:
+    """Returns the mask that the model's own attention takes, made once for all layers.
+
+    Args:
+        intervals: as `with_own_mask` returned it.
+
+    Returns:
+        Usually `[B, 1, S, N]`; None where the model's attention needs none.
+
+    Raises:
+        TileRefused: if the tensor was copied on its way, and does not know any more.
+    """
+    if not hasattr(intervals, "_offload_own_mask"):
+        make = getattr(intervals, "_offload_make_own_mask", None)
+        if make is None:
+            raise TileRefused("its mask was copied on the way from the model to the layer")
+        intervals._offload_own_mask = make()  # type: ignore[attr-defined]
+    own: torch.Tensor | None = intervals._offload_own_mask  # type: ignore[attr-defined]
+    return own
+
+
+def with_own_masks(values: Any) -> Any:
+    """Returns arguments with every interval mask replaced by the model's own.
+
+    Containers are made anew only where there is one, since a layer may write to the caller's.
+    """
+    leaves, structure = pytree.tree_flatten(values, is_leaf=is_cache)
+    if not any(hasattr(leaf, "_offload_make_own_mask") for leaf in leaves):
+        return values
+    own = [own_mask(leaf) if hasattr(leaf, "_offload_make_own_mask") else leaf for leaf in leaves]
+    return pytree.tree_unflatten(own, structure)
 
 
 def interval_mask(
