@@ -97,6 +97,7 @@ def _equal(row: dict[str, Any]) -> str | None:
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str | None] | str] = {
     "\ntokens/s": lambda row: _number(row, "tokens_per_s", ".1f"),
     "step\ns": lambda row: _number(row, "step_s", ".3f"),
+    "first\ncall s": lambda row: _number(row, "first_call_s", ".1f"),
     "time\n/base": _time_ratio,
     "peak live\nU": "peak_live_bytes",
     "over\nweights U": "peak_live_delta_bytes",

@@ -14,6 +14,12 @@ from bench import models
 from bench.methods import Method
 from bench.spec import StepSpec
 
+FIRST_TOKENS = 257
+"""Tokens of an extra first step of offload's methods, enough for the proof of every layer.
+
+The proof is made once a run, not once a step; its time is a figure of its own (`first_call_s`).
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -25,12 +31,14 @@ class Task:
         run: Does it once.
         save: Takes a path and the result of `run`, right after it; writes the tensors that the
             comparison reads, and returns the figures that belong to them.
+        first_call: Does once what only a first call does; None where there is nothing.
     """
 
     model: Any
     ids: torch.Tensor
     run: Callable[[], Any]
     save: Callable[[Path, Any], dict[str, float]]
+    first_call: Callable[[], None] | None = None
 
 
 def train_step(model: Any, ids: torch.Tensor, optimizer: Any = None) -> float:
@@ -109,7 +117,12 @@ def prepare_step(method: Method, spec: StepSpec) -> Task:
     def run() -> float:
         return truth_step(model, ids) if spec.upcast else train_step(model, ids, optimizer)
 
-    return Task(model, ids, run, save)
+    def first_call() -> None:
+        train_step(model, ids[:, :FIRST_TOKENS])
+        model.zero_grad(set_to_none=True)
+
+    proves = method.prepare_baseline is None and ids.shape[1] > FIRST_TOKENS
+    return Task(model, ids, run, save, first_call if proves else None)
 
 
 def prepare_forward(method: Method, spec: StepSpec) -> Task:

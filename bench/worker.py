@@ -57,6 +57,10 @@ class Worker:
         """
         measure.limit_device_memory(self.spec.device, self.spec.memory_limit)
         self.task = TASKS[self.task_name](self.method, self.spec)
+        if self.task.first_call is not None:
+            start = time.perf_counter()
+            self.task.first_call()
+            self.figures["first_call_s"] = time.perf_counter() - start
         result = self._track(self.task)
         self.figures |= self.task.save(self.result, result)
         return self.figures

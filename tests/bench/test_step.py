@@ -177,3 +177,15 @@ def test_bench_runs_as_a_module_and_lists_its_commands():
 def test_a_plot_without_curves_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected a row with a curve"):
         plot.draw_curves([{"method": "plain", "status": "failed"}], tmp_path / "out.png")
+
+
+def test_the_proof_of_tiled_layers_is_timed_apart_from_the_step(workers_here, run_bench):
+    options = ("--model", "llama", "--methods", "offload-tiled", "--steps", "0")
+    _, (row,) = run_bench("step", "--tokens", "300", *options)
+    assert row["status"] == "ok"
+    assert row["first_call_s"] > 0
+
+
+def test_a_short_step_proves_its_layers_by_itself(workers_here, run_bench):
+    _, (row,) = run_bench("step", "--model", "llama", "--methods", "offload-tiled", "--steps", "0")
+    assert "first_call_s" not in row
