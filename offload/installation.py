@@ -39,20 +39,18 @@ class Installation:
 
     def wants_host(self, tensor: torch.Tensor) -> bool:
         """Whether what backward needs of a layer with this input leaves the device."""
-        policy = self.policy
-        if policy.tier == "device" or (policy.tier == "auto" and tensor.device.type == "cpu"):
-            return False
-        return nbytes_of(tensor) >= int(policy.min_bytes)
+        large = nbytes_of(tensor) >= int(self.policy.min_bytes)
+        return large and not self._stays_on_device(tensor)
 
     def tier_of(self, tensor: torch.Tensor, from_end: int) -> str:
         """Returns where the input of a layer in checkpoint mode goes, as `OffloadHooks` wants."""
-        policy = self.policy
-        on_device = policy.tier == "device" or (
-            policy.tier == "auto" and tensor.device.type == "cpu"
-        )
-        if on_device or from_end <= policy.keep_last:
+        if self._stays_on_device(tensor) or from_end <= self.policy.keep_last:
             return "ordered"
         return "host" if self.wants_host(tensor) else "device"
+
+    def _stays_on_device(self, tensor: torch.Tensor) -> bool:
+        tier = self.policy.tier
+        return tier == "device" or (tier == "auto" and tensor.device.type == "cpu")
 
     def idle_reason(self) -> str:
         """Says why nothing was moved to the host so far; empty when something was."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import offload
+from offload.adapters.hooks import has_user_hook
 from offload.errors import LayerRefused, OffloadError
 from tests.models import Stack, gradients
 from tests.test_probe import WIDTH, Attending, verdict_of
@@ -274,3 +275,15 @@ def test_a_users_own_checkpoint_around_a_wrapped_layer_is_no_reason_to_refuse():
     x = hidden().requires_grad_()
     checkpoint(model.layers[0], x, use_reentrant=False).sum().backward()
     assert x.grad is not None
+
+
+def test_a_hook_of_a_program_whose_name_begins_like_a_librarys_is_a_users():
+    def hook(module, args):
+        """Does nothing."""
+
+    layer = Attending()
+    layer.up.register_forward_pre_hook(hook)
+    assert not has_user_hook(layer)
+    for origin, users in (("peft_utils", True), ("peft.tuners.lora", False), ("__main__", True)):
+        hook.__module__ = origin
+        assert has_user_hook(layer.up) is users

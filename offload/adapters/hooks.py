@@ -18,6 +18,6 @@ def has_user_hook(module: nn.Module) -> bool:
     ):
         for hook in hooks.values():
             origin = getattr(hook, "__module__", "") or type(hook).__module__
-            if not origin.startswith(_LIBRARIES):
+            if not any(f"{origin}.".startswith(f"{library}.") for library in _LIBRARIES):
                 return True
     return False
