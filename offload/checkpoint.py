@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.adapters import transformers as hf
 from offload.ambient import Ambient
-from offload.snapshots import Snapshot
+from offload.snapshots import LayerSnapshot
 from offload.store import OffloadHooks, default_store
 from offload.store.identity import TensorKey, is_held_by_its_owner, is_plain, tensor_key
 from offload.store.statistics import Record
@@ -39,7 +39,7 @@ class CheckpointRegion:
     ) -> None:
         self.forward = forward
         self.first_call: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.snapshots: list[Snapshot] = []  # set by whoever runs it
+        self.snapshot: LayerSnapshot | None = None  # set by whoever runs it
         self.on_replay = on_replay
         leaves, self.structure = pytree.tree_flatten((args, kwargs), is_leaf=hf.is_cache)
         unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -84,8 +84,8 @@ class CheckpointRegion:
 
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with ExitStack() as stack:
-            for snapshot in self.snapshots:
-                stack.enter_context(snapshot.replayed())
+            if self.snapshot is not None:
+                stack.enter_context(self.snapshot.replayed())
             stack.callback(random.setstate, random.getstate())
             random.setstate(self.python_random)
             return self.forward(*args, **kwargs)

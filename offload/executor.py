@@ -32,7 +32,7 @@ from offload.interception import RouteScaledDotProduct
 from offload.layer_arguments import LayerArguments, LayerResult
 from offload.ops.routing import AttentionCall, AttentionRoute, routed
 from offload.parameter_aliases import ParameterAliases
-from offload.snapshots import Snapshot
+from offload.snapshots import LayerSnapshot
 from offload.tape import BackwardAttention, BackwardKeys, ForwardAttention, Tape, TileRecord
 
 
@@ -56,7 +56,7 @@ class TiledCall:
         layer: the layer.
         forward: its forward.
         arguments: of the call; the hidden states are taken out when it runs.
-        snapshots: put back for the recompute, see `snapshots.py`.
+        snapshot: of the layer, for the recompute; None where its state cannot have changed.
         on_recompute: called once a backward.
 
     Attributes:
@@ -68,13 +68,13 @@ class TiledCall:
         layer: nn.Module,
         forward: Callable[..., Any],
         arguments: LayerArguments,
-        snapshots: list[Snapshot],
-        on_recompute: Callable[[], None],
+        snapshot: LayerSnapshot | None = None,
+        on_recompute: Callable[[], None] = lambda: None,
     ) -> None:
         self.layer = layer
         self.forward = forward
         self.arguments = arguments
-        self.snapshots = snapshots
+        self.snapshot = snapshot
         self.on_recompute = on_recompute
         self.aliases = ParameterAliases(layer)
         self.result: LayerResult | None = None
@@ -257,8 +257,8 @@ class TiledCall:
     @contextmanager
     def _recomputing(self) -> Iterator[list[torch.Tensor]]:
         with ExitStack() as stack:
-            for snapshot in self.snapshots:
-                stack.enter_context(snapshot.replayed())
+            if self.snapshot is not None:
+                stack.enter_context(self.snapshot.replayed())
             aliases = stack.enter_context(self.aliases.replaced())
             stack.enter_context(torch.enable_grad())
             yield aliases

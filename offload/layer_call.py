@@ -13,7 +13,7 @@ from offload.adapters.accelerate import weights_are_elsewhere
 from offload.checkpoint import CheckpointRegion, activations_among, run_checkpointed
 from offload.errors import LayerRefused, OffloadError, TileRefused
 from offload.installation import Installation
-from offload.snapshots import BufferSnapshot, ModuleState, ParameterSnapshot
+from offload.snapshots import LayerSnapshot
 from offload.stand_in import ForwardStandIn
 from offload.store import default_store
 from offload.store.identity import tensor_key
@@ -126,12 +126,10 @@ class LayerCall(ForwardStandIn):
                 return "device"
             return installation.tier_of(tensor, self.from_end)
 
-        buffers = BufferSnapshot(self.module, self.written_buffers)
-        parameters = ParameterSnapshot(self.module, self.name)
-        region.snapshots = [ModuleState(self.module, self.name), buffers, parameters]
+        snapshot = LayerSnapshot(self.module, self.name, self.written_buffers)
+        region.snapshot = snapshot
         output = run_checkpointed(region, tier_of, self.record)
-        parameters.check_after_forward()
-        written, missing = buffers.keep_written()
+        written, missing = snapshot.check_after_forward()
         self.written_buffers = written | (self.written_buffers or set())
         if missing:
             raise LayerRefused(

@@ -205,5 +205,38 @@ class ModuleState:
                 module.training = flag
 
 
-Snapshot = BufferSnapshot | ParameterSnapshot | ModuleState
-"""What can be entered around a second run of a layer, by `replayed`."""
+class LayerSnapshot:
+    """A layer as a call found it, in all that the second run of that call must find again.
+
+    Args:
+        layer: the layer about to be called.
+        layer_name: its name, for messages.
+        written: as for `BufferSnapshot`.
+    """
+
+    def __init__(self, layer: nn.Module, layer_name: str, written: set[str] | None) -> None:
+        self._state = ModuleState(layer, layer_name)
+        self._buffers = BufferSnapshot(layer, written)
+        self._parameters = ParameterSnapshot(layer, layer_name)
+
+    def check_after_forward(self) -> tuple[set[str], set[str]]:
+        """Called after forward: refuses a change of parameters, and tells which buffers changed.
+
+        Returns:
+            As of `BufferSnapshot.keep_written`.
+
+        Raises:
+            LayerRefused: if the layer changed a parameter.
+        """
+        self._parameters.check_after_forward()
+        return self._buffers.keep_written()
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Puts everything back as it was, for one replay.
+
+        Raises:
+            OffloadError: if what cannot be put back has changed.
+        """
+        with self._state.replayed(), self._buffers.replayed(), self._parameters.replayed():
+            yield

@@ -141,11 +141,12 @@ class ForwardAttention:
         intervals = intervals_of_tile(tile, call)
         # A copy where keys are a part of a larger tensor, such as a fused projection's output.
         block = KeyBlock(compact(call.k.detach())[0], compact(call.v.detach())[0], tile.begin)
+        last = len(tape.blocks)
         tape.blocks.append(block)
         with torch._C.DisableTorchFunction():  # what looks for torch's attention is not needed here
             out, lse = attend(
                 call.q,
-                seen_blocks(tape.blocks, intervals),
+                [tape.blocks[i] for i in seen_tiles(tape.tiles, last, intervals)],
                 intervals,
                 softmax_scale=call.softmax_scale,
                 softcap=call.softcap,
@@ -175,8 +176,7 @@ class BackwardKeys:
 
     def up_to(self, index: int, intervals: torch.Tensor) -> list[KeyBlock]:
         """Returns the blocks of the tiles up to `index` that a row may see, reloaded if need be."""
-        first = first_seen_key(intervals)
-        seen = [i for i in range(index + 1) if i == index or self.tape.tiles[i].end > first]
+        seen = seen_tiles(self.tape.tiles, index, intervals)
         for i in reversed(seen):
             if i not in self._blocks:
                 tile = self.tape.tiles[i]
@@ -293,7 +293,7 @@ def first_seen_key(intervals: torch.Tensor) -> int:
     return int(lo[seeing].min()) if bool(seeing.any()) else int(hi.max())
 
 
-def seen_blocks(blocks: list[KeyBlock], intervals: torch.Tensor) -> list[KeyBlock]:
-    """Returns the last block and those before it that a row may see."""
+def seen_tiles(tiles: list[TileRecord], index: int, intervals: torch.Tensor) -> list[int]:
+    """Returns which tiles hold keys that a row of tile `index` may see; its own is always last."""
     first = first_seen_key(intervals)
-    return [block for block in blocks[:-1] if block.end > first] + blocks[-1:]
+    return [*(i for i in range(index) if tiles[i].end > first), index]

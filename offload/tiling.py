@@ -17,7 +17,7 @@ from offload.executor import TiledCall, tiles_of
 from offload.installation import Installation
 from offload.layer_arguments import LayerArguments
 from offload.probe import PROBE_TOKENS, Verdict, prove, verify
-from offload.snapshots import BufferSnapshot, ModuleState, ParameterSnapshot
+from offload.snapshots import LayerSnapshot
 from offload.store import default_store
 from offload.store.statistics import Record
 from offload.tape import Tape
@@ -161,7 +161,7 @@ class PreparedCall:
         tiling.record.mode = "tiled"
         if not self._needs_gradients:
             tape = Tape(tiles, None, backend=backend)
-            return self._checked(TiledCall(layer, self._forward, arguments, [], _nothing), tape)
+            return self._checked(TiledCall(layer, self._forward, arguments), tape)
         if installation.progress.on_forward():
             default_store().begin_order()
         installation.note_inputs([hidden])
@@ -174,16 +174,11 @@ class PreparedCall:
             keep_last=tiling.keep_last,
             backend=backend,
         )
-        state = ModuleState(layer, tiling.name)
-        buffers = BufferSnapshot(layer, set())
-        parameters = ParameterSnapshot(layer, tiling.name)
-        call = TiledCall(
-            layer, self._forward, arguments, [state, buffers, parameters], tiling.on_recompute
-        )
+        snapshot = LayerSnapshot(layer, tiling.name, written=set())
+        call = TiledCall(layer, self._forward, arguments, snapshot, tiling.on_recompute)
         del hidden
         output = self._checked(call, tape)
-        parameters.check_after_forward()
-        written, _ = buffers.keep_written()
+        written, _ = snapshot.check_after_forward()
         if written:
             raise LayerRefused(
                 f"offload: expected layer '{tiling.name}' to leave its buffers alone, as it did "
@@ -200,10 +195,6 @@ class PreparedCall:
                 f"offload: expected layer '{self._tiling.name}' to run tile by tile as it did when "
                 f"it was tried, but {refused}. Use Policy(mode='checkpoint')."
             ) from refused
-
-
-def _nothing() -> None:
-    """Stands for a callback where no backward follows."""
 
 
 def _user_hook_inside(layer: nn.Module) -> str:

@@ -7,8 +7,11 @@ import warnings
 import pytest
 import torch
 
+import offload
 from offload import _native
+from offload.lazy_logits import LazyLogits
 from offload.store import default_store
+from tests.models import FORCED
 
 torch.set_num_threads(1)  # the models here are small
 gc.collect()
@@ -42,3 +45,31 @@ def settle(store) -> None:
     assert store.held_bytes() == 0
     if _native.started():
         assert _native.arena_statistics().live_slots == 0
+
+
+CHECKPOINT_POLICIES = {
+    "forced": FORCED,
+    "by reference": offload.Policy(mode="checkpoint"),
+    "keep none": offload.Policy(mode="checkpoint", keep_last=0),
+}
+
+
+@pytest.fixture(params=CHECKPOINT_POLICIES.values(), ids=CHECKPOINT_POLICIES.keys())
+def policy(request, store):
+    """Each way in which checkpoint mode keeps a layer's input."""
+    return request.param
+
+
+@pytest.fixture
+def materialised(monkeypatch):
+    """Every computation of real logits by a LazyLogits."""
+    seen = []
+    original = LazyLogits.materialise
+
+    def spy(self):
+        if not self.computed:
+            seen.append(self.shape)
+        return original(self)
+
+    monkeypatch.setattr(LazyLogits, "materialise", spy)
+    return seen

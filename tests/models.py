@@ -1,5 +1,6 @@
 """Small models and the comparison that most tests make."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -40,9 +41,32 @@ class Stack(nn.Module):
         return hidden
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a trainable adapter of rank 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(32, 32).requires_grad_(False)
+        self.a = nn.Linear(32, 2, bias=False)
+        self.b = nn.Linear(2, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.b(self.a(x)))
+
+
 def blocks(count: int = 4, width: int = 32, dropout: float = 0.0) -> Stack:
     torch.manual_seed(0)
     return Stack([Block(width, dropout) for _ in range(count)])
+
+
+def twins(model: nn.Module, policy: offload.Policy, **options) -> tuple[nn.Module, nn.Module]:
+    """A plain model and a wrapped copy of it."""
+    return model, offload.wrap(copy.deepcopy(model), policy=policy, **options)
+
+
+def on(inputs: torch.Tensor) -> Callable[[nn.Module], torch.Tensor]:
+    """A loss on some inputs, as a function of the model."""
+    return lambda model: model(inputs).pow(2).mean()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

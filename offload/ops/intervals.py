@@ -102,20 +102,6 @@ class Rows:
         return Part(self.intervals, begin, end, visibility, blind)
 
 
-def visibility(host: torch.Tensor, k0: int, k1: int) -> Visibility:
-    """Tells what rows see of the keys `k0 <= k < k1`.
-
-    Args:
-        host: `[B or 1, T, 2]` int64 on the CPU.
-        k0: position of the first key.
-        k1: position behind the last key.
-
-    Returns:
-        The strongest description that holds for every row of every batch row.
-    """
-    return _compare(host, k0, k1)[0]
-
-
 def causal_intervals(
     start: int,
     rows: int,

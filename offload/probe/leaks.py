@@ -70,7 +70,7 @@ class Trial:
         """Returns output, q, k, v; the leaf they were computed from; the parameters' aliases."""
         torch.manual_seed(0)
         attention.calls = 0
-        call = TiledCall(self.layer, self.forward, self.arguments, [], lambda: None)
+        call = TiledCall(self.layer, self.forward, self.arguments)
         leaf = hidden.clone().requires_grad_()
         with call.aliases.replaced() as aliases, call.routed(attention):
             args, kwargs = self.arguments.of_tile(leaf, 0, hidden.shape[1])

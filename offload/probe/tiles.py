@@ -132,7 +132,7 @@ def _run(
 ) -> _Run:
     calls: list[AttentionCall] = []
     with ParameterAliases(layer).replaced() as aliases:
-        call = TiledCall(layer, forward, arguments, [], lambda: None)
+        call = TiledCall(layer, forward, arguments)
         call.watch = calls.append
         leaf = hidden.detach().clone().requires_grad_()
         output = call.run_hidden(leaf, Tape(tiles, default_store()))

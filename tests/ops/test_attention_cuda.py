@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from offload.ops import _torch
 from offload.ops.attention import attend, attend_backward, attention
 from offload.ops.intervals import Rows, Visibility, causal_intervals, full_intervals
-from tests.ops.test_attention import (
+from tests.ops.attention_cases import (
     F64,
     LAYOUTS,
     MASKS,

@@ -11,7 +11,6 @@ from offload.ops.intervals import (
     limit_window,
     shift,
     slice_rows,
-    visibility,
     with_host_copy,
 )
 
@@ -131,15 +130,15 @@ def test_the_dense_mask_is_the_definition(seed):
     ],
 )
 def test_what_a_tile_sees_of_a_range(rows, k0, k1, expected):
-    assert visibility(rows, k0, k1) is expected
+    assert Rows(rows).part(k0, k1).visibility is expected
 
 
 def test_one_batch_row_that_differs_makes_a_range_partial():
     padded = causal_intervals(4, 4).repeat(2, 1, 1)
     padded[1, :, 0] = 5
-    assert visibility(padded[:1], 4, 8) is Visibility.SQUARE_CAUSAL
-    assert visibility(padded, 4, 8) is Visibility.PARTIAL
-    assert visibility(padded, 0, 4) is Visibility.PARTIAL
+    assert Rows(padded[:1]).part(4, 8).visibility is Visibility.SQUARE_CAUSAL
+    assert Rows(padded).part(4, 8).visibility is Visibility.PARTIAL
+    assert Rows(padded).part(0, 4).visibility is Visibility.PARTIAL
 
 
 @pytest.mark.parametrize("seed", range(40))
