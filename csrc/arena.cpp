@@ -83,6 +83,14 @@ std::shared_ptr<Slot> Arena::allocate(std::size_t bytes) {
     }
 }
 
+std::shared_ptr<Slot> Arena::try_allocate(std::size_t bytes) {
+    try {
+        return allocate(bytes);
+    } catch (const ArenaFull&) {
+        return nullptr;
+    }
+}
+
 void Arena::enable_pinning(Device& device) {
     owner_.check("enable_pinning");
     std::lock_guard<std::mutex> lock(mutex_);
@@ -106,6 +114,17 @@ void Arena::trim() {
     std::lock_guard<std::mutex> lock(mutex_);
     drain_released();
     decommit(allocator_.trim());
+}
+
+std::size_t Arena::cap_bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return allocator_.cap_bytes();
+}
+
+std::size_t Arena::live_bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    drain_released();
+    return allocator_.live_bytes();
 }
 
 ArenaStatistics Arena::statistics() {

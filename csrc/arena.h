@@ -71,6 +71,9 @@ class Arena {
     /// Throws `ArenaFull`. `bytes` must be > 0. Commits steps as needed (about 10 ms each, once).
     std::shared_ptr<Slot> allocate(std::size_t bytes);
 
+    /// As `allocate`, but null where that would throw `ArenaFull`.
+    std::shared_ptr<Slot> try_allocate(std::size_t bytes);
+
     /// Page-locks what is committed and what will be, for `device`. Later calls do nothing.
     void enable_pinning(Device& device);
 
@@ -79,6 +82,9 @@ class Arena {
 
     /// Gives memory behind the last live slot back to the system.
     void trim();
+
+    std::size_t cap_bytes();
+    std::size_t live_bytes();  ///< in live slots, rounded
 
     ArenaStatistics statistics();
 

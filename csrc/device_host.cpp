@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "host_stream.h"
+#include "marker.h"
 
 namespace offload {
 namespace {

@@ -22,8 +22,10 @@ inline Bytes pattern(std::size_t bytes, unsigned seed) {
     return result;
 }
 
-inline Bytes slot_bytes(const offload::Ticket& ticket) {
-    return Bytes(ticket.slot()->data(), ticket.slot()->data() + ticket.bytes());
+/// What the ticket's copy brought to the host; waits for it.
+inline Bytes slot_bytes(offload::CopyEngine& engine, const offload::Ticket& ticket) {
+    const auto slot = engine.host_slot(ticket);
+    return Bytes(slot->data(), slot->data() + slot->bytes());
 }
 
 /// Destroyed in the order engine, arena, devices; tickets and gates of a test go first.
