@@ -184,7 +184,7 @@ class CopyEngine {
     std::mutex mutex_;
     std::map<Device*, Queues> queues_;
     std::set<std::shared_ptr<Copy>> awaiting_;  // reloads whose bytes come from the disk
-    std::size_t d2h_in_flight_bytes_ = 0;  // of all devices
+    std::size_t d2h_in_flight_bytes_ = 0;       // of all devices
     std::size_t max_in_flight_bytes_ = std::size_t{128} << 20;
     EngineStatistics statistics_;
     Residency residency_;

@@ -55,7 +55,7 @@ struct ResidencyStatistics {
     std::uint64_t spilled_tickets = 0;
     std::uint64_t fetched_tickets = 0;
     std::uint64_t evicted_tickets = 0;  ///< slots given up to make room
-    std::string write_refusal;          ///< why the last write failed or could not begin; else empty
+    std::string write_refusal;  ///< why the last write failed or could not begin; else empty
 };
 
 /// Moves residents between one arena and one disk tier. Without a disk it only hands out slots.
@@ -151,7 +151,7 @@ class Residency {
     bool write_refused_ = false;
     std::size_t writing_bytes_ = 0;
     std::size_t reading_bytes_ = 0;
-    std::size_t transfers_ = 0;       // under way
+    std::size_t transfers_ = 0;  // under way
     std::uint64_t transfers_ended_ = 0;
     ResidencyStatistics statistics_;
 };

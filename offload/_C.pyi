@@ -47,8 +47,6 @@ class Ticket:
     def nbytes(self) -> int: ...
     @property
     def offload_copy(self) -> Copy: ...
-    @property
-    def slot(self) -> Slot: ...
 
 class ArenaStatistics:
     cap_bytes: int
@@ -59,6 +57,33 @@ class ArenaStatistics:
     peak_live_bytes: int
     peak_committed_bytes: int
     pin_refusal: str
+
+class DiskStatistics:
+    """Of an unnamed tier with a cap of 0 where there is no disk."""
+
+    directory: str
+    direct: bool
+    cap_bytes: int
+    file_bytes: int
+    live_bytes: int
+    live_extents: int
+    peak_live_bytes: int
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def write_ms(self) -> float: ...
+    @property
+    def read_ms(self) -> float: ...
+    @property
+    def failed_transfers(self) -> int: ...
+
+class ResidencyStatistics:
+    spilled_tickets: int
+    fetched_tickets: int
+    evicted_tickets: int
+    write_refusal: str
 
 class EngineStatistics:
     offloads: int
@@ -78,13 +103,32 @@ def started() -> bool: ...
 def enable_pinning(device: int) -> None: ...
 def set_cap(cap_bytes: int) -> None: ...
 def set_max_in_flight_bytes(nbytes: int) -> None: ...
-def offload(device: int, address: int, nbytes: int, compute_stream: int) -> Ticket: ...
+def offload(
+    device: int, address: int, nbytes: int, compute_stream: int, leaves: bool = False
+) -> Ticket: ...
 def reload(ticket: Ticket, address: int, compute_stream: int) -> Copy: ...
+def try_reload(ticket: Ticket, address: int, compute_stream: int) -> Copy | None:
+    """As `reload`; None where that would block."""
+
+def host_slot(ticket: Ticket) -> Slot:
+    """Blocks until the bytes are in the arena."""
+
+def tier_of(ticket: Ticket) -> str:
+    """`"host"` or `"disk"`."""
+
+def put_last(ticket: Ticket) -> None:
+    """Makes it the last that is written to the disk."""
+
+def set_disk(directory: str, cap_bytes: int) -> None:
+    """An empty directory ends spilling. Raises while tickets are on the disk."""
+
 def retire() -> None: ...
 def drain() -> None: ...
 def trim() -> None: ...
 def close() -> None: ...
 def arena_statistics() -> ArenaStatistics: ...
+def disk_statistics() -> DiskStatistics: ...
+def residency_statistics() -> ResidencyStatistics: ...
 def engine_statistics() -> EngineStatistics: ...
 
 class SlotAllocator:

@@ -35,7 +35,7 @@ _COLUMNS = (
 class LayerReport:
     """Figures of one layer, summed over all steps since it was wrapped.
 
-    `host_bytes` and `device_bytes` are what its tickets hold now; `offloaded_bytes` and
+    `host_bytes`, `disk_bytes`, `device_bytes` are where its tickets are now; `offloaded_bytes` and
     `reloaded_bytes` what was copied; times are of finished copies.
     """
 
@@ -48,6 +48,7 @@ class LayerReport:
     reloaded_bytes: int
     kept_bytes: int
     host_bytes: int
+    disk_bytes: int
     device_bytes: int
     d2h_ms: float
     h2d_ms: float
@@ -68,6 +69,33 @@ class ArenaReport:
 
 
 @dataclass(frozen=True)
+class DiskReport:
+    """The process's disk tier.
+
+    Attributes:
+        directory: where its file is, which has no name.
+        direct: whether transfers bypass the page cache.
+        cap_bytes, file_bytes, live_bytes, peak_live_bytes: the cap, the space that is reserved now,
+            and what belongs to tickets.
+        written_bytes, read_bytes: of all transfers so far; writes wear a drive out.
+        write_ms, read_ms: time during which at least one was under way.
+        write_refusal: why the last write failed; empty when it went well.
+    """
+
+    directory: str
+    direct: bool
+    cap_bytes: int
+    file_bytes: int
+    live_bytes: int
+    peak_live_bytes: int
+    written_bytes: int
+    read_bytes: int
+    write_ms: float
+    read_ms: float
+    write_refusal: str
+
+
+@dataclass(frozen=True)
 class Report:
     """What `offload.report` returns. `print` it, or take `to_dict()`.
 
@@ -75,6 +103,9 @@ class Report:
         verdict: one line: active or not, and why.
         layers: one entry a wrapped layer.
         arena: the host arena, None before its first use; all models of the process share it.
+        disk: the disk tier, None where the process has none.
+        written_bytes_per_step: what all models wrote to the disk since this one was wrapped, by its
+            steps.
         steps, elapsed_ms: training steps, and their time from first forward to last replay.
         back_pressure_ms: time the process waited because too many bytes were in flight.
     """
@@ -82,6 +113,8 @@ class Report:
     verdict: str
     layers: tuple[LayerReport, ...]
     arena: ArenaReport | None
+    disk: DiskReport | None
+    written_bytes_per_step: int
     steps: int
     elapsed_ms: float
     back_pressure_ms: float
@@ -112,17 +145,33 @@ class Report:
             )
             for row in rows
         ]
-        return "\n".join([self.verdict, *lines, self._arena_line()])
+        return "\n".join([self.verdict, *lines, self._memory_lines()])
 
     def __rich__(self) -> Table:
         from rich.table import Table
 
-        table = Table(title=self.verdict, caption=self._arena_line())
+        table = Table(title=self.verdict, caption=self._memory_lines())
         for column, title in enumerate(_COLUMNS):
             table.add_column(title, justify="left" if column == 0 else "right")
         for layer in self.layers:
             table.add_row(*_row(layer))
         return table
+
+    def _memory_lines(self) -> str:
+        if self.disk is None:
+            return self._arena_line()
+        disk = self.disk
+        line = (
+            f"disk: {_size(disk.live_bytes)} live (peak {_size(disk.peak_live_bytes)}), "
+            f"{_size(self.written_bytes_per_step)} written a step, "
+            f"{_rate(disk.written_bytes, disk.write_ms)} out, "
+            f"{_rate(disk.read_bytes, disk.read_ms)} back, cap {_size(disk.cap_bytes)}"
+        )
+        if not disk.direct:
+            line += "; through the page cache"
+        if disk.write_refusal:
+            line += f"; refused: {disk.write_refusal}"
+        return f"{self._arena_line()}\n{line}"
 
     def _arena_line(self) -> str:
         if self.arena is None:
@@ -152,11 +201,16 @@ def report(model: nn.Module) -> Report:
     layers = tuple(_layer_report(call) for call in calls)
     installation = calls[0].installation if calls else None
     engine = _native.engine_statistics() if _native.started() else None
+    disk = _disk_report()
+    steps = installation.progress.steps if installation else 0
+    written = disk.written_bytes - installation.written_before if disk and installation else 0
     return Report(
         verdict=_verdict(layers, installation),
         layers=layers,
         arena=_arena_report(),
-        steps=installation.progress.steps if installation else 0,
+        disk=disk,
+        written_bytes_per_step=written // max(1, steps),
+        steps=steps,
         elapsed_ms=installation.progress.elapsed_ms if installation else 0.0,
         back_pressure_ms=engine.back_pressure_ms if engine else 0.0,
     )
@@ -166,6 +220,7 @@ def _layer_report(call: LayerCall) -> LayerReport:
     return LayerReport(
         **_common_fields(call.record, LayerReport),
         host_bytes=call.record.live_bytes("host"),
+        disk_bytes=call.record.live_bytes("disk"),
         device_bytes=call.record.live_bytes("device"),
     )
 
@@ -176,7 +231,16 @@ def _arena_report() -> ArenaReport | None:
     return ArenaReport(**_common_fields(_native.arena_statistics(), ArenaReport))
 
 
-def _common_fields(source: object, report_class: type[LayerReport] | type[ArenaReport]) -> Any:
+def _disk_report() -> DiskReport | None:
+    if not _native.started() or not (disk := _native.disk_statistics()).cap_bytes:
+        return None
+    refusal = _native.residency_statistics().write_refusal
+    return DiskReport(**_common_fields(disk, DiskReport), write_refusal=refusal)
+
+
+def _common_fields(
+    source: object, report_class: type[LayerReport] | type[ArenaReport] | type[DiskReport]
+) -> Any:
     """Reads the fields of a report from the counters that bear the same names."""
     names = [field.name for field in fields(report_class)]
     return {name: getattr(source, name) for name in names if hasattr(source, name)}
@@ -209,6 +273,10 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         f"{layer.h2d_ms:.1f}",
         f"{layer.stall_ms:.1f}",
     )
+
+
+def _rate(nbytes: int, milliseconds: float) -> str:
+    return f"{nbytes / milliseconds / 1e6:.1f} GB/s" if milliseconds else "-"
 
 
 def _size(nbytes: int) -> str:

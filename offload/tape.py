@@ -65,6 +65,7 @@ class Tape:
         record: where to count.
         on_host: whether tensors leave the device. The last tile's never do with `keep_last`.
         keep_last: whether backward begins with this layer.
+        leaves: whether what leaves the device goes on to the disk at once.
         backend: of attention.
     """
 
@@ -76,6 +77,7 @@ class Tape:
         *,
         on_host: bool = False,
         keep_last: bool = False,
+        leaves: bool = False,
         backend: str = "auto",
     ) -> None:
         self.tiles = [TileRecord(begin, end) for begin, end in tiles]
@@ -84,6 +86,7 @@ class Tape:
         self._record = record
         self._on_host = on_host
         self._keep_last = keep_last
+        self._leaves = leaves
         self._ahead_bytes: int | None = None
         self.blocks: list[KeyBlock] = []
 
@@ -104,7 +107,7 @@ class Tape:
             self._ahead_bytes = INPUTS_AHEAD * tensor.nbytes
         options: Any = {"in_order": in_order, "ahead_bytes": self._ahead_bytes}
         if self._on_host and not stays:
-            return self.store.offload(tensor, self._record, **options)
+            return self.store.offload(tensor, self._record, leaves=self._leaves, **options)
         if self._on_host and tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()  # the rest of what it is a part of may go
         return self.store.keep(tensor, self._record, **options)

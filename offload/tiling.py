@@ -172,6 +172,7 @@ class PreparedCall:
             tiling.record,
             on_host=installation.wants_host(hidden),
             keep_last=tiling.keep_last,
+            leaves=installation.policy.tier == "disk",
             backend=backend,
         )
         snapshot = LayerSnapshot(layer, tiling.name, written=set())

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+
+from offload.errors import OffloadError
 
 AVAILABLE_SHARE = 0.7
 """Share of the available memory that the arena takes by default; the rest is the program's."""
+
+DISK_SHARE = 0.9
 
 
 def physical_bytes() -> int:
@@ -26,6 +31,22 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     except OSError:
         pass
     return physical_bytes() // 2
+
+
+def free_disk_bytes(directory: str) -> int:
+    """Returns 90 % of what an unprivileged user may still write to a directory's file system.
+
+    Raises:
+        OffloadError: if there is no such directory.
+    """
+    try:
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise OffloadError(
+            f"Policy.disk: expected a directory, got {directory!r}: {error.strerror}. Make it, or "
+            "name another one."
+        ) from error
+    return int(free * DISK_SHARE)
 
 
 def default_cap_bytes() -> int:

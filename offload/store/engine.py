@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ import torch
 
 from offload import _native
 from offload.errors import ArenaFull, OffloadError, TicketPoisoned
-from offload.store.budget import default_cap_bytes, physical_bytes
+from offload.store.budget import default_cap_bytes, free_disk_bytes, physical_bytes
 
 _pinning = {"requested": False, "warned": False}
 
@@ -21,7 +22,12 @@ def native_errors() -> Iterator[None]:
     try:
         yield
     except _native.ArenaFull as error:
-        raise ArenaFull(error.asked_bytes, error.free_bytes, error.cap_bytes) from None
+        raise ArenaFull(
+            error.asked_bytes,
+            error.free_bytes,
+            error.cap_bytes,
+            _native.residency_statistics().write_refusal if _native.started() else "",
+        ) from None
     except _native.CopyFailed as error:
         raise TicketPoisoned(str(error)) from error
     except _native.Error as error:
@@ -35,18 +41,30 @@ def compute_stream(device: torch.device) -> int:
     return 0
 
 
-def offload(source: torch.Tensor, nbytes: int) -> _native.Ticket:
+def offload(source: torch.Tensor, nbytes: int, *, leaves: bool = False) -> _native.Ticket:
     """Starts the copy of `nbytes` at a tensor's first element; see `Store.offload`."""
     _ensure_started(source.device)
     stream = compute_stream(source.device)
     with native_errors():
-        return _native.offload(_index_of(source.device), source.data_ptr(), nbytes, stream)
+        return _native.offload(_index_of(source.device), source.data_ptr(), nbytes, stream, leaves)
 
 
 def reload(ticket: _native.Ticket, buffer: torch.Tensor, stream: int) -> _native.Copy:
     """Starts the copy of a ticket's bytes into a buffer that was allocated on `stream`."""
     with native_errors():
         return _native.reload(ticket, buffer.data_ptr(), stream)
+
+
+def try_reload(ticket: _native.Ticket, buffer: torch.Tensor, stream: int) -> _native.Copy | None:
+    """As `reload`, but None where that would wait for room in the arena."""
+    with native_errors():
+        return _native.try_reload(ticket, buffer.data_ptr(), stream)
+
+
+def put_last(ticket: _native.Ticket) -> None:
+    """Makes a ticket the last that goes to the disk."""
+    with native_errors():
+        _native.put_last(ticket)
 
 
 def retire() -> None:
@@ -86,6 +104,26 @@ def set_host_cap(cap_bytes: int) -> None:
             _native.set_cap(cap_bytes)
         else:
             _native.start(physical_bytes(), cap_bytes)
+
+
+def set_disk(directory: str, cap_bytes: int | None) -> None:
+    """Names the directory that spills go to, for the whole process; the last call wins.
+
+    Args:
+        directory: on a fast drive.
+        cap_bytes: of what lies there at once; None takes 90 % of what is free.
+
+    Raises:
+        OffloadError: if no file can be made there, or tickets lie in another directory now.
+    """
+    if not _native.started():
+        set_host_cap(default_cap_bytes())
+    present = _native.disk_statistics()
+    wanted = os.path.realpath(directory)
+    if present.directory == wanted and cap_bytes in (None, present.cap_bytes):
+        return
+    with native_errors():
+        _native.set_disk(wanted, free_disk_bytes(wanted) if cap_bytes is None else cap_bytes)
 
 
 def request_pinning(device: torch.device) -> None:

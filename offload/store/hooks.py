@@ -20,8 +20,9 @@ class OffloadHooks(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         store: where the tensors go.
-        tier_of: says for a saved tensor `"host"` (copy it), `"ordered"` (keep it by reference, but
-            let its reload start those of the tensors stored before it) or `"device"` (keep it).
+        tier_of: says for a saved tensor `"host"` (copy it), `"disk"` (copy it and let it leave the
+            host at once), `"ordered"` (keep it by reference, but let its reload start those of the
+            tensors stored before it) or `"device"` (keep it).
             Hooks get a detached alias of the tensor; recognise it by its `tensor_key`. Tensors that
             are not plain are kept whatever it says.
         record: where to count.
@@ -32,8 +33,8 @@ class OffloadHooks(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         def pack(tensor: torch.Tensor) -> Ticket:
             tier = tier_of(tensor) if is_plain(tensor) else "device"
-            if tier == "host":
-                return store.offload(tensor, record)
+            if tier in ("host", "disk"):
+                return store.offload(tensor, record, leaves=tier == "disk")
             return store.keep(tensor, record, in_order=tier == "ordered")
 
         super().__init__(pack, Ticket.reload)

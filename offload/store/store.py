@@ -90,6 +90,7 @@ class Store:
         *,
         in_order: bool = True,
         ahead_bytes: int | None = None,
+        leaves: bool = False,
     ) -> Ticket:
         """Starts the copy of a tensor to the host and returns the ticket that owns the bytes.
 
@@ -103,12 +104,13 @@ class Store:
             record: where to count it.
             in_order: whether reloads of later tickets start this one's; `link` does it later.
             ahead_bytes: how much of what was stored before it its reload starts ahead.
+            leaves: whether it goes on to the disk at once, and not only when the arena is full.
 
         Returns:
             A ticket of tier `host`; with no elements, of tier `device`.
 
         Raises:
-            ArenaFull: if the host arena cannot take it below its cap.
+            ArenaFull: if neither the host arena nor the disk can take it below their caps.
             OffloadError: in a forked child, while a CUDA graph is captured, or after the exit
                 began.
         """
@@ -121,7 +123,7 @@ class Store:
             return shared
         source, layout = compact(tensor)
         version = version_of(source) if source is tensor else None
-        native = engine.offload(source, layout.nbytes)
+        native = engine.offload(source, layout.nbytes, leaves=leaves)
         ticket = Ticket(self, tensor, record, ahead_bytes, native, layout)
         entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
         with self._lock:
@@ -151,6 +153,8 @@ class Store:
         """Puts a ticket that was stored out of order behind those stored so far."""
         with self._lock:
             self._link(ticket)
+        if ticket.native is not None:
+            engine.put_last(ticket.native)
 
     def _link(self, ticket: Ticket) -> None:
         ticket.previous = self._last.get(ticket.device)
@@ -169,9 +173,9 @@ class Store:
             if ticket.native is None or ticket.prefetched is not None or ticket.poison is not None:
                 return
             try:
-                self._begin_reload(ticket)
+                self._begin_reload(ticket, hint=True)
             except (OffloadError, torch.OutOfMemoryError):
-                return  # a hint: whoever needs the tensor meets the error
+                return  # whoever needs the tensor meets the error
 
     def reload(self, ticket: Ticket) -> torch.Tensor:
         """Brings a ticket's tensor back; see `Ticket.reload`."""
@@ -225,17 +229,23 @@ class Store:
         if ticket.poison is not None:
             raise TicketPoisoned(ticket.poison)
 
-    def _begin_reload(self, ticket: Ticket) -> None:
-        """Allocates the buffer on the current stream and starts the copy. Requires the lock."""
+    def _begin_reload(self, ticket: Ticket, *, hint: bool = False) -> None:
+        """Allocates the buffer on the current stream and starts the copy. Requires the lock.
+
+        As a hint it does nothing where the copy would have to wait for room in the arena.
+        """
         assert ticket.native is not None
         assert ticket.layout is not None
         stream = engine.compute_stream(ticket.device)
         buffer = ticket.layout.new_buffer(ticket.device)
         try:
-            copy = engine.reload(ticket.native, buffer, stream)
+            start = engine.try_reload if hint else engine.reload
+            copy = start(ticket.native, buffer, stream)
         except TicketPoisoned as error:
             ticket.poison = str(error)
             raise
+        if copy is None:
+            return
         ticket.prefetched = Prefetched(buffer, copy, stream)
         self._buffers.append(ticket.prefetched)
         self._prefetched.add(ticket)

@@ -61,10 +61,10 @@ class Ticket:
 
     @property
     def tier(self) -> str:
-        """Where the bytes are: `"device"`, `"host"`, or `"released"`."""
+        """Where the bytes are: `"device"`, `"host"`, `"disk"`, or `"released"`."""
         if self._kept is not None:
             return "device"
-        return "host" if self.native is not None else "released"
+        return "released" if self.native is None else _native.tier_of(self.native)
 
     def prefetch(self) -> None:
         """Starts the reload on the current stream, unless it is under way; only a hint."""
@@ -92,7 +92,7 @@ class Ticket:
         self.prefetched = None
 
     def host_view(self) -> torch.Tensor:
-        """Shows the host bytes, once they have arrived; blocks until then.
+        """Shows the bytes on the host, once they have arrived; blocks until then.
 
         The view owns the slot: it stays valid after the ticket was released. Do not write to it.
 
@@ -100,18 +100,18 @@ class Ticket:
             `[nbytes]` uint8 on the CPU.
 
         Raises:
-            TicketPoisoned: if the copy to the host failed.
-            ValueError: if the ticket's bytes are not on the host.
+            TicketPoisoned: if the copy to the host or the read from the disk failed.
+            ValueError: if the ticket's bytes never left the device.
         """
         if self.native is None:
             raise ValueError(
                 f"Ticket.host_view: expected a ticket of tier 'host', got '{self.tier}'."
             )
         try:
-            self.native.offload_copy.synchronize()
+            slot = _native.host_slot(self.native)
         except _native.CopyFailed as error:
             raise TicketPoisoned(str(error)) from error
-        return torch.frombuffer(self.native.slot, dtype=torch.uint8)
+        return torch.frombuffer(slot, dtype=torch.uint8)
 
     def kept_tensor(self) -> torch.Tensor | None:
         """Hands out what a ticket of tier `device` holds.

@@ -234,8 +234,7 @@ TEST(an_offload_waits_for_the_disk_when_the_arena_is_full) {
     world.files.hold_writes = std::make_unique<Holder>();
     auto tickets = world.store(8);
     const Bytes source = pattern(kTensor, 8);
-    CHECK(world.engine.try_offload(world.device, source.data(), kTensor, kCallerStream) ==
-          nullptr);
+    CHECK(world.engine.try_offload(world.device, source.data(), kTensor, kCallerStream) == nullptr);
     std::thread thread([&] { tickets.push_back(world.stored(source)); });
     world.files.hold_writes->wait_held();
     world.let_others_run();
