@@ -128,7 +128,7 @@ class LayerCall(ForwardStandIn):
 
         snapshot = LayerSnapshot(self.module, self.name, self.written_buffers)
         region.snapshot = snapshot
-        output = run_checkpointed(region, tier_of, self.record)
+        output = run_checkpointed(region, tier_of, self.record, installation.policy.codecs.input)
         written, missing = snapshot.check_after_forward()
         self.written_buffers = written | (self.written_buffers or set())
         if missing:

@@ -62,6 +62,9 @@ class Codecs(NamedTuple):
     attention: str | None = None
 
 
+NO_CODECS = Codecs()
+
+
 @dataclass(frozen=True)
 class Policy:
     """How layers are run and where their activations live. The defaults suit a card.
@@ -144,10 +147,10 @@ class Policy:
         if self.disk_bytes is not None:
             object.__setattr__(self, "disk_bytes", parse_bytes(self.disk_bytes))
 
-    def codec_of(self, role: str) -> str | None:
-        """Returns the codec of what is offloaded as `role`, a field of `Codecs`; None is none."""
-        codec: str | None = getattr(self.codec, role)
-        return codec
+    @property
+    def codecs(self) -> Codecs:
+        """The codec of each role."""
+        return _codecs(self.codec)
 
 
 def _codecs(codec: object) -> Codecs:

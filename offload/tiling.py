@@ -173,6 +173,7 @@ class PreparedCall:
             on_host=installation.wants_host(hidden),
             keep_last=tiling.keep_last,
             leaves=installation.policy.tier == "disk",
+            codecs=installation.policy.codecs,
             backend=backend,
         )
         snapshot = LayerSnapshot(layer, tiling.name, written=set())

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import _native
 from offload.errors import OffloadError, TicketPoisoned
 from offload.store import engine
+from offload.store.codec import encoding_of
 from offload.store.identity import TensorKey, nbytes_of, storage_reference, tensor_key
 from offload.store.layout import compact
 from offload.store.statistics import Record
@@ -58,7 +59,9 @@ class Store:
         self._buffers: list[Prefetched] = []
         self._last: dict[torch.device, weakref.ref[Ticket]] = {}
         self._prefetched: weakref.WeakSet[Ticket] = weakref.WeakSet()
-        self._shared: dict[TensorKey, tuple[weakref.ref[Ticket], StorageWeakRef]] = {}
+        self._shared: dict[
+            tuple[TensorKey, str | None], tuple[weakref.ref[Ticket], StorageWeakRef]
+        ] = {}
         self._sweep_at = SWEEP_ENTRIES  # doubles with what lives, so that sweeps cost a constant
         self._untimed: deque[tuple[_native.Copy, Record, bool]] = deque()
 
@@ -91,6 +94,8 @@ class Store:
         in_order: bool = True,
         ahead_bytes: int | None = None,
         leaves: bool = False,
+        codec: str | None = None,
+        role: str = "",
     ) -> Ticket:
         """Starts the copy of a tensor to the host and returns the ticket that owns the bytes.
 
@@ -105,6 +110,9 @@ class Store:
             in_order: whether reloads of later tickets start this one's; `link` does it later.
             ahead_bytes: how much of what was stored before it its reload starts ahead.
             leaves: whether it goes on to the disk at once, and not only when the arena is full.
+            codec: encodes it on its device first, where it takes such a tensor (`encoding_of`); None
+                copies the bytes, and packs those of bool.
+            role: what the record counts the codec's error under.
 
         Returns:
             A ticket of tier `host`; with no elements, of tier `device`.
@@ -117,14 +125,17 @@ class Store:
         if tensor.numel() == 0:
             return self.keep(tensor, record, ahead_bytes=ahead_bytes)
         self.retire()
-        key = tensor_key(tensor)
+        key = tensor_key(tensor), codec
         shared = self._find_shared(key)
         if shared is not None:
             return shared
-        source, layout = compact(tensor)
+        encoding = encoding_of(tensor, codec)
+        source, layout = compact(tensor if encoding is None else encoding.encode(tensor))
         version = version_of(source) if source is tensor else None
         native = engine.offload(source, layout.nbytes, leaves=leaves)
-        ticket = Ticket(self, tensor, record, ahead_bytes, native, layout)
+        if record is not None and encoding is not None and encoding.loses:
+            record.note_error(role, tensor, lambda: encoding.decode(source))
+        ticket = Ticket(self, tensor, record, ahead_bytes, native, layout, encoding)
         entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
         with self._lock:
             self._sources.setdefault(tensor.device, deque()).append(entry)
@@ -139,7 +150,7 @@ class Store:
         self.retire()
         return ticket
 
-    def _find_shared(self, key: TensorKey) -> Ticket | None:
+    def _find_shared(self, key: tuple[TensorKey, str | None]) -> Ticket | None:
         with self._lock:
             if len(self._shared) >= self._sweep_at:
                 for stale in [k for k, (ticket, _) in self._shared.items() if ticket() is None]:
@@ -189,8 +200,8 @@ class Store:
             raise OffloadError(
                 "Ticket.reload: expected a live ticket, got a released one. Reload it first."
             )
-        buffer = self._reloaded_buffer(ticket)
-        return ticket.layout.restore(buffer)
+        stored = ticket.layout.restore(self._reloaded_buffer(ticket))
+        return stored if ticket.encoding is None else ticket.encoding.decode(stored)
 
     def _reloaded_buffer(self, ticket: Ticket) -> torch.Tensor:
         stream = engine.compute_stream(ticket.device)

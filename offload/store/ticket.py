@@ -10,6 +10,7 @@ import torch
 
 from offload import _native
 from offload.errors import TicketPoisoned
+from offload.store.codec import Encoding
 from offload.store.identity import nbytes_of
 from offload.store.layout import Layout
 
@@ -45,6 +46,7 @@ class Ticket:
         ahead_bytes: int | None,
         native: _native.Ticket | None = None,
         layout: Layout | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         self.device = tensor.device
         self.nbytes = layout.nbytes if layout is not None else nbytes_of(tensor)
@@ -53,6 +55,7 @@ class Ticket:
         self.poison: str | None = None
         self.native = native
         self.layout = layout
+        self.encoding = encoding
         self.prefetched: Prefetched | None = None
         self.previous: weakref.ref[Ticket] | None = None
         self._store = store
@@ -77,7 +80,8 @@ class Ticket:
         it. The reloads of the tickets stored before this one are started as well.
 
         Returns:
-            A tensor equal to the saved one in values, shape, strides, dtype and device.
+            A tensor equal to the saved one in values, shape, strides, dtype and device; with a lossy
+            codec its values differ, and it has no overlapping elements.
 
         Raises:
             TicketPoisoned: if a copy failed, or the saved tensor was changed in place.
@@ -92,7 +96,7 @@ class Ticket:
         self.prefetched = None
 
     def host_view(self) -> torch.Tensor:
-        """Shows the bytes on the host, once they have arrived; blocks until then.
+        """Shows the stored bytes on the host, once they have arrived; blocks until then.
 
         The view owns the slot: it stays valid after the ticket was released. Do not write to it.
 
