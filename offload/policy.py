@@ -50,6 +50,16 @@ def parse_bytes(size: int | str) -> int:
     return size
 
 
+def format_bytes(nbytes: int) -> str:
+    """Writes a size for people, such as "7.5 GiB"; `parse_bytes` reads it back, rounded."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
 @dataclass(frozen=True)
 class Policy:
     """How layers are run and where their activations live. The defaults suit a card.
@@ -65,8 +75,8 @@ class Policy:
             where it is, `"auto"` is host for a model on a card and device for one on the CPU, whose
             memory is the host's already.
         host_bytes: cap of the host arena, which all models of the process share; the policy that
-            set it last wins; at least 64 MiB. None: 70 % of the memory available when the arena is
-            made.
+            set it last wins; at least 64 MiB. None: 70 % of what the machine, the cgroups around
+            the process and `ulimit` leave when the arena is made; `report` says which it was.
         keep_last: layers at the end of which the input (tiled: what the last tile needs) stays on
             the device, since backward needs it first.
         min_bytes: smaller layer inputs stay where they are; a copy costs more than it frees.
