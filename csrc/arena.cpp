@@ -118,16 +118,10 @@ ArenaStatistics Arena::statistics() {
     owner_.check("statistics");
     std::lock_guard<std::mutex> lock(mutex_);
     drain_released();
-    return {allocator_.cap_bytes(),
-            backed_bytes_,
-            pinned_bytes_,
-            allocator_.live_bytes(),
-            allocator_.live_slots(),
-            peak_live_bytes_,
-            peak_committed_bytes_,
-            pin_refusal_,
-            pinnable_bytes_,
-            numa_node_};
+    return {
+        allocator_.cap_bytes(),  backed_bytes_,    pinned_bytes_,         allocator_.live_bytes(),
+        allocator_.live_slots(), peak_live_bytes_, peak_committed_bytes_, pin_refusal_,
+        pinnable_bytes_,         numa_node_};
 }
 
 void Arena::mark_released(std::size_t offset) noexcept {

@@ -47,7 +47,7 @@ struct ArenaStatistics {
     std::size_t live_slots;
     std::size_t peak_live_bytes;
     std::size_t peak_committed_bytes;
-    std::string pin_refusal;  ///< why page-locking was refused; empty when it was not
+    std::string pin_refusal;     ///< why page-locking was refused; empty when it was not
     std::size_t pinnable_bytes;  ///< page-locked before the refusal; meaningless without one
     int numa_node;  ///< that steps prefer; -1 when unknown, the only one, or refused by the system
 };

@@ -37,13 +37,16 @@ def physical_bytes() -> int:
 def tightest_headroom(
     root: Path = Path("/"), getrlimit: Getrlimit = resource.getrlimit
 ) -> Headroom:
-    """Returns the least that anything leaves: the kernel's estimate, a cgroup, `ulimit`.
+    """Asks everything that limits this process's memory: the kernel, each cgroup, `ulimit`.
 
-    Half of the physical memory stands in for the estimate where the kernel gives none.
+    Half of the physical memory stands in for the kernel's estimate where it gives none.
 
     Args:
         root: where `proc` and the cgroups lie; another one in tests.
         getrlimit: the limits of this process.
+
+    Returns:
+        What leaves the least.
     """
     available = proc_values(root, "proc/meminfo").get("MemAvailable")
     if available is None:
@@ -55,13 +58,14 @@ def tightest_headroom(
 
 
 def reservable(root: Path = Path("/"), getrlimit: Getrlimit = resource.getrlimit) -> HostBudget:
-    """Returns the address space to reserve for the arena, which no later cap exceeds.
-
-    It costs nothing, so it is as much as the machine has memory, unless `ulimit -v` leaves less.
+    """Says how much address space to reserve for the arena, which no later cap exceeds.
 
     Args:
         root: where `proc` lies; another one in tests.
         getrlimit: the limits of this process.
+
+    Returns:
+        As much as the machine has memory, since it costs nothing, unless `ulimit -v` leaves less.
     """
     size = physical_bytes()
     machine = HostBudget(size, f"the {format_bytes(size)} that this machine has")
@@ -85,7 +89,7 @@ def named_budget(
     root: Path = Path("/"),
     getrlimit: Getrlimit = resource.getrlimit,
 ) -> HostBudget:
-    """Returns the cap where the policy names one, which counts unless it cannot be reserved.
+    """Says what becomes of a cap that the policy names.
 
     Args:
         asked_bytes: `Policy.host_bytes`.
@@ -93,6 +97,9 @@ def named_budget(
         committed_bytes: what the arena holds already, and the limits' figures therefore lack.
         root: where `proc` and the cgroups lie; another one in tests.
         getrlimit: the limits of this process.
+
+    Returns:
+        The cap as asked, unless it cannot be reserved; its reason tells where a limit leaves less.
     """
     if asked_bytes > reserved.cap_bytes:
         asked = f"where Policy.host_bytes asks for {format_bytes(asked_bytes)}"

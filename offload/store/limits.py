@@ -84,11 +84,14 @@ class PinningLimits:
 def process_headrooms(
     root: Path = Path("/"), getrlimit: Getrlimit = resource.getrlimit
 ) -> list[Headroom]:
-    """Returns what `ulimit` and strict overcommit leave; empty where neither limits.
+    """Reads what `ulimit` and strict overcommit leave to this process.
 
     Args:
         root: where `proc` lies; another one in tests.
         getrlimit: the limits of this process.
+
+    Returns:
+        One entry a limit; empty where nothing limits.
     """
     found = []
     status = proc_values(root, "proc/self/status")
