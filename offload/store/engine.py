@@ -95,8 +95,9 @@ def set_host_cap(cap_bytes: int) -> None:
         OffloadError: if more than that is in use, or less than 64 MiB can be had.
     """
     reserved = _limits.reserved or reservable()
-    started = _native.started()
-    committed_bytes = _native.arena_statistics().committed_bytes if started else 0
+    with native_errors():
+        started = _native.started()
+        committed_bytes = _native.arena_statistics().committed_bytes if started else 0
     _set_cap(named_budget(cap_bytes, reserved, committed_bytes), reserved)
 
 
@@ -140,7 +141,7 @@ def _set_cap(cap: HostBudget, reserved: HostBudget) -> None:
     cap_bytes = min(cap.cap_bytes, reserved.cap_bytes)
     if cap_bytes < MIN_HOST_BYTES:
         raise OffloadError(
-            f"store.offload: expected {format_bytes(MIN_HOST_BYTES)} of host memory or more, got "
+            f"host arena: expected {format_bytes(MIN_HOST_BYTES)} of host memory or more, got "
             f"{format_bytes(cap_bytes)}, {cap.reason}. Raise that limit, or use "
             "Policy(tier='device')."
         )

@@ -194,6 +194,7 @@ def test_a_hybrid_system_is_read_in_both_versions(system):
         "36 31 0:33 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu",
     )
     system.v1("/sys/fs/cgroup/memory/m", 7 * MIB, 0)
+    system.v1("/sys/fs/cgroup/cpu/m", 1 * MIB, 0)
     system.write("/sys/fs/cgroup/unified/u/cgroup.procs", "1")
     assert system.found() == {"/sys/fs/cgroup/memory/m/memory.limit_in_bytes": 7}
 
