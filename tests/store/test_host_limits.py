@@ -18,7 +18,8 @@ MIB = 1 << 20
 
 def limit(which, extra_bytes):
     used = {"AS": "VmSize", "DATA": "VmData"}[which]
-    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    with open("/proc/self/status") as lines:
+        status = dict(line.split(":", 1) for line in lines)
     nbytes = int(status[used].split()[0]) * 1024 + extra_bytes
     resource.setrlimit(getattr(resource, "RLIMIT_" + which), (nbytes, nbytes))
 
@@ -39,10 +40,10 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(("which", "letter"), [("AS", "v"), ("DATA", "d")])
 def test_under_ulimit_the_arena_takes_what_fits_and_says_so(which, letter):
     printed = run(
-        f"limit({which!r}, 512 * MIB)\n"
-        "ticket = a_slot(96 * MIB)\n"
+        f"limit({which!r}, 1024 * MIB)\n"
+        "ticket = a_slot(10 * MIB)\n"
         "assert ticket.tier == 'host' and int(ticket.reload()[-1]) == 7\n"
-        "assert 64 * MIB < _native.arena_statistics().cap_bytes <= 0.7 * 512 * MIB\n"
+        "assert 64 * MIB < _native.arena_statistics().cap_bytes <= 0.7 * 1024 * MIB\n"
         "print(cap_line())\n"
     )
     assert re.search(rf"cap \d+\.\d MiB \(70 % of the .*`ulimit -{letter}`\) leaves\)", printed)
@@ -50,7 +51,7 @@ def test_under_ulimit_the_arena_takes_what_fits_and_says_so(which, letter):
 
 def test_a_named_cap_that_cannot_be_reserved_is_lowered_and_says_so():
     printed = run(
-        "limit('AS', 512 * MIB)\n"
+        "limit('AS', 1024 * MIB)\n"
         "engine.set_host_cap(2 << 30)\n"
         "assert int(a_slot(MIB).reload()[0]) == 7\n"
         "engine.set_host_cap(1 << 30)\n"
@@ -74,7 +75,7 @@ def test_a_limit_met_after_the_cap_was_set_is_an_error_and_the_arena_goes_on():
     printed = run(
         "engine.set_host_cap(1 << 30)\n"
         "first = a_slot(MIB)\n"
-        "limit('DATA', 160 * MIB)\n"
+        "limit('DATA', 150 * MIB)\n"
         "source = torch.full((96 * MIB,), 7, dtype=torch.uint8)\n"
         "try: store.offload(source)\n"
         "except offload.OffloadError as error: print(error)\n"
