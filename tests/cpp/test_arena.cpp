@@ -147,6 +147,9 @@ TEST(arena_pins_its_first_steps_again_after_a_trim_and_asks_for_no_more) {
     arena.allocate(3 * kStep).reset();
     arena.trim();
     CHECK(arena.statistics().pinned_bytes == 0);
+    arena.allocate(3 * kStep).reset();
+    CHECK(arena.statistics().pinned_bytes == kStep);
+    arena.trim();
     device.refuse_pinning("");
     const auto slot = arena.allocate(3 * kStep);
     CHECK(arena.statistics().pinned_bytes == kStep);
