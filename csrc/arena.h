@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,14 +47,17 @@ struct ArenaStatistics {
     std::size_t live_slots;
     std::size_t peak_live_bytes;
     std::size_t peak_committed_bytes;
-    std::string pin_refusal;  ///< why page-locking was refused; empty when it was not
+    std::string pin_refusal;     ///< why page-locking was refused; empty when it was not
+    std::size_t pinnable_bytes;  ///< page-locked before the refusal; meaningless without one
+    int numa_node;  ///< that steps prefer; -1 when unknown, the only one, or refused by the system
 };
 
 /// Address space of `reserve_bytes` is reserved once. Memory is committed, pre-faulted, excluded
 /// from forked children (`MADV_DONTFORK`: a child that reads a slot gets SIGSEGV) and, when pinning
 /// is on, page-locked, all in steps of `kStepBytes`. Thread-safe.
 ///
-/// Once pinning is refused the arena goes on with pageable memory and keeps the reason.
+/// Once pinning is refused the steps beyond stay pageable and the reason is kept; those before stay
+/// page-locked, also when they are trimmed and committed again.
 ///
 /// An arena must outlive its slots; the process arena is leaked on purpose (rule 13). In a forked
 /// child every call throws `EngineUnusable` and releasing a slot does nothing.
@@ -74,7 +78,8 @@ class Arena {
     /// As `allocate`, but null where that would throw `ArenaFull`.
     std::shared_ptr<Slot> try_allocate(std::size_t bytes);
 
-    /// Page-locks what is committed and what will be, for `device`. Later calls do nothing.
+    /// Page-locks what is committed and what will be, for `device`; what will be also prefers the
+    /// NUMA node of `device`. Later calls do nothing.
     void enable_pinning(Device& device);
 
     /// Trims. Throws `Error` when more is in use or reserved less; the cap is then unchanged.
@@ -114,6 +119,8 @@ class Arena {
     std::size_t peak_committed_bytes_ = 0;
     Device* pinning_device_ = nullptr;
     std::string pin_refusal_;
+    std::size_t pinnable_bytes_ = std::numeric_limits<std::size_t>::max();  // were not refused
+    int numa_node_ = -1;
 
     std::mutex released_mutex_;          // never held while taking another lock
     std::vector<std::size_t> released_;  // has capacity for every live slot

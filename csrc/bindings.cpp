@@ -200,7 +200,9 @@ void bind_statistics(py::module_& module) {
         .def_readonly("live_slots", &ArenaStatistics::live_slots)
         .def_readonly("peak_live_bytes", &ArenaStatistics::peak_live_bytes)
         .def_readonly("peak_committed_bytes", &ArenaStatistics::peak_committed_bytes)
-        .def_readonly("pin_refusal", &ArenaStatistics::pin_refusal);
+        .def_readonly("pin_refusal", &ArenaStatistics::pin_refusal)
+        .def_readonly("pinnable_bytes", &ArenaStatistics::pinnable_bytes)
+        .def_readonly("numa_node", &ArenaStatistics::numa_node);
     py::class_<DiskStatistics>(module, "DiskStatistics")
         .def_readonly("directory", &DiskStatistics::directory)
         .def_readonly("direct", &DiskStatistics::direct)
@@ -340,10 +342,10 @@ void bind_faults(py::module_& module) {
         py::arg("device"), py::arg("count"));
     module.def(
         "host_refuse_pinning",
-        [](int device, const std::string& reason) {
-            host_device_of("host_refuse_pinning", device).refuse_pinning(reason);
+        [](int device, const std::string& reason, std::size_t above_bytes) {
+            host_device_of("host_refuse_pinning", device).refuse_pinning(reason, above_bytes);
         },
-        py::arg("device"), py::arg("reason"));
+        py::arg("device"), py::arg("reason"), py::arg("above_bytes") = 0);
 }
 
 }  // namespace

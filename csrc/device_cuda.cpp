@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "device.h"
+#include "numa.h"
 #include "process.h"
 
 namespace offload {
@@ -173,6 +174,16 @@ class CudaDevice final : public Device {
         owner_.check("unpin");
         CallGuard guard(index_);
         OFFLOAD_CUDA_CHECK(cudaHostUnregister(address));
+    }
+
+    int numa_node() const override {
+        owner_.check("numa_node");
+        char bus_id[32] = {};
+        if (cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), index_) != cudaSuccess) {
+            cudaGetLastError();
+            return -1;
+        }
+        return numa_node_of_pci(bus_id);
     }
 
    private:

@@ -57,6 +57,8 @@ class ArenaStatistics:
     peak_live_bytes: int
     peak_committed_bytes: int
     pin_refusal: str
+    pinnable_bytes: int
+    numa_node: int
 
 class DiskStatistics:
     """Of an unnamed tier with a cap of 0 where there is no disk."""
@@ -159,5 +161,5 @@ def host_queues(device: int) -> tuple[int, int]:
     """The engine's (D2H, H2D) streams of a host device."""
 
 def host_fail_next_copies(device: int, count: int) -> None: ...
-def host_refuse_pinning(device: int, reason: str) -> None:
-    """Refuses `pin` from now on; an empty reason allows it again."""
+def host_refuse_pinning(device: int, reason: str, above_bytes: int = 0) -> None:
+    """Refuses to pin more than `above_bytes` from now on; an empty reason allows it again."""

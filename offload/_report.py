@@ -9,7 +9,8 @@ from torch import nn
 
 from offload import _native
 from offload._wrap import wrapped_layers
-from offload.store import default_store
+from offload.policy import format_bytes
+from offload.store import default_store, engine
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,15 +58,21 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ArenaReport:
-    """The process's host arena. `live_bytes` belong to tickets; `committed_bytes` use memory."""
+    """The process's host arena. `live_bytes` belong to tickets; `committed_bytes` use memory.
+
+    `cap_reason` says which limit the cap comes from, `pin_refusal` why memory is pageable and is
+    empty where it is not; `numa_node` is the node that the memory prefers, -1 for none.
+    """
 
     cap_bytes: int
+    cap_reason: str
     committed_bytes: int
     pinned_bytes: int
     live_bytes: int
     peak_live_bytes: int
     peak_committed_bytes: int
     pin_refusal: str
+    numa_node: int
 
 
 @dataclass(frozen=True)
@@ -162,10 +169,10 @@ class Report:
             return self._arena_line()
         disk = self.disk
         line = (
-            f"disk: {_size(disk.live_bytes)} live (peak {_size(disk.peak_live_bytes)}), "
-            f"{_size(self.written_bytes_per_step)} written a step, "
+            f"disk: {format_bytes(disk.live_bytes)} live (peak {format_bytes(disk.peak_live_bytes)}), "
+            f"{format_bytes(self.written_bytes_per_step)} written a step, "
             f"{_rate(disk.written_bytes, disk.write_ms)} out, "
-            f"{_rate(disk.read_bytes, disk.read_ms)} back, cap {_size(disk.cap_bytes)}"
+            f"{_rate(disk.read_bytes, disk.read_ms)} back, cap {format_bytes(disk.cap_bytes)}"
         )
         if not disk.direct:
             line += "; through the page cache"
@@ -178,11 +185,13 @@ class Report:
             return "host arena: not used"
         arena = self.arena
         line = (
-            f"host arena: {_size(arena.live_bytes)} live (peak {_size(arena.peak_live_bytes)}), "
-            f"{_size(arena.committed_bytes)} committed, {_size(arena.pinned_bytes)} page-locked, "
-            f"cap {_size(arena.cap_bytes)}"
+            f"host arena: {format_bytes(arena.live_bytes)} live "
+            f"(peak {format_bytes(arena.peak_live_bytes)}), "
+            f"{format_bytes(arena.committed_bytes)} committed, "
+            f"{format_bytes(arena.pinned_bytes)} page-locked, "
+            f"cap {format_bytes(arena.cap_bytes)} ({arena.cap_reason})"
         )
-        return f"{line}; pageable: {arena.pin_refusal}" if arena.pin_refusal else line
+        return f"{line}\nhost arena: pageable: {arena.pin_refusal}" if arena.pin_refusal else line
 
 
 def report(model: nn.Module) -> Report:
@@ -200,7 +209,7 @@ def report(model: nn.Module) -> Report:
     calls = wrapped_layers(model)
     layers = tuple(_layer_report(call) for call in calls)
     installation = calls[0].installation if calls else None
-    engine = _native.engine_statistics() if _native.started() else None
+    copies = _native.engine_statistics() if _native.started() else None
     disk = _disk_report()
     steps = installation.progress.steps if installation else 0
     written = disk.written_bytes - installation.written_before if disk and installation else 0
@@ -212,7 +221,7 @@ def report(model: nn.Module) -> Report:
         written_bytes_per_step=written // max(1, steps),
         steps=steps,
         elapsed_ms=installation.progress.elapsed_ms if installation else 0.0,
-        back_pressure_ms=engine.back_pressure_ms if engine else 0.0,
+        back_pressure_ms=copies.back_pressure_ms if copies else 0.0,
     )
 
 
@@ -228,7 +237,9 @@ def _layer_report(call: LayerCall) -> LayerReport:
 def _arena_report() -> ArenaReport | None:
     if not _native.started():
         return None
-    return ArenaReport(**_common_fields(_native.arena_statistics(), ArenaReport))
+    statistics = _common_fields(_native.arena_statistics(), ArenaReport)
+    statistics |= {"cap_reason": engine.cap_reason(), "pin_refusal": engine.pin_refusal()}
+    return ArenaReport(**statistics)
 
 
 def _disk_report() -> DiskReport | None:
@@ -257,7 +268,7 @@ def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None)
     moved = sum(layer.offloaded_bytes + layer.reloaded_bytes for layer in layers)
     elapsed = installation.progress.elapsed_ms
     stalled = 100 * sum(layer.stall_ms for layer in layers) / elapsed if elapsed else 0.0
-    return f"active: {head}, {_size(moved)} moved, {stalled:.1f} % stalled"
+    return f"active: {head}, {format_bytes(moved)} moved, {stalled:.1f} % stalled"
 
 
 def _row(layer: LayerReport) -> tuple[str, ...]:
@@ -266,9 +277,9 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         layer.mode or "-",
         str(layer.forwards),
         str(layer.recomputes),
-        _size(layer.offloaded_bytes),
-        _size(layer.kept_bytes),
-        _size(layer.host_bytes),
+        format_bytes(layer.offloaded_bytes),
+        format_bytes(layer.kept_bytes),
+        format_bytes(layer.host_bytes),
         f"{layer.d2h_ms:.1f}",
         f"{layer.h2d_ms:.1f}",
         f"{layer.stall_ms:.1f}",
@@ -277,12 +288,3 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
 
 def _rate(nbytes: int, milliseconds: float) -> str:
     return f"{nbytes / milliseconds / 1e6:.1f} GB/s" if milliseconds else "-"
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -65,6 +65,16 @@ class Codecs(NamedTuple):
 NO_CODECS = Codecs()
 
 
+def format_bytes(nbytes: int) -> str:
+    """Writes a size for people, such as "7.5 GiB"; `parse_bytes` reads it back, rounded."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
 @dataclass(frozen=True)
 class Policy:
     """How layers are run and where their activations live. The defaults suit a card.
@@ -80,8 +90,8 @@ class Policy:
             where it is, `"auto"` is host for a model on a card and device for one on the CPU, whose
             memory is the host's already. `"disk"` passes through the host and leaves it at once.
         host_bytes: cap of the host arena, which all models of the process share; the policy that
-            set it last wins; at least 64 MiB. None: 70 % of the memory available when the arena is
-            made.
+            set it last wins; at least 64 MiB. None: 70 % of what the machine, the cgroups around
+            the process and `ulimit` leave when the arena is made; `report` says which it was.
         disk: directory on a fast drive that what exceeds `host_bytes` goes to, needed last first;
             also of all the process. None: no disk, unless tier is `"disk"`. Nothing is left there,
             however the process ends.

@@ -6,14 +6,34 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from offload import _native
 from offload.errors import ArenaFull, OffloadError, TicketPoisoned
-from offload.store.budget import default_cap_bytes, free_disk_bytes, physical_bytes
+from offload.policy import MIN_HOST_BYTES, format_bytes
+from offload.store.budget import (
+    HostBudget,
+    default_budget,
+    free_disk_bytes,
+    named_budget,
+    reservable,
+)
+from offload.store.limits import pinning_limits
 
 _pinning = {"requested": False, "warned": False}
+
+
+@dataclass
+class _Limits:
+    """How large the arena may be: what was reserved when it was made, and its cap now."""
+
+    reserved: HostBudget | None = None
+    cap: HostBudget | None = None
+
+
+_limits = _Limits()
 
 
 @contextmanager
@@ -93,17 +113,33 @@ def set_host_cap(cap_bytes: int) -> None:
     """Sets the arena's cap for the whole process; the last call wins.
 
     Args:
-        cap_bytes: more than the machine has counts as all it has.
+        cap_bytes: more than the machine has, or `ulimit -v` leaves, counts as all of that.
 
     Raises:
-        OffloadError: if more than that is in use.
+        OffloadError: if more than that is in use, or less than 64 MiB can be had.
     """
-    cap_bytes = min(cap_bytes, physical_bytes())
+    reserved = _limits.reserved or reservable()
     with native_errors():
-        if _native.started():
-            _native.set_cap(cap_bytes)
-        else:
-            _native.start(physical_bytes(), cap_bytes)
+        started = _native.started()
+        committed_bytes = _native.arena_statistics().committed_bytes if started else 0
+    _set_cap(named_budget(cap_bytes, reserved, committed_bytes), reserved)
+
+
+def cap_reason() -> str:
+    """Says where the arena's cap comes from; empty before the arena was made."""
+    return _limits.cap.reason if _limits.cap else ""
+
+
+def pin_refusal() -> str:
+    """Says why, and beyond which size, the arena is pageable; empty where it is not."""
+    arena = _native.arena_statistics()
+    if not arena.pin_refusal:
+        return ""
+    return (
+        f"{arena.pin_refusal} (asked for {format_bytes(MIN_HOST_BYTES)} beyond "
+        f"{format_bytes(arena.pinnable_bytes)} page-locked; limits here: "
+        f"{pinning_limits().found()})"
+    )
 
 
 def set_disk(directory: str, cap_bytes: int | None) -> None:
@@ -116,8 +152,7 @@ def set_disk(directory: str, cap_bytes: int | None) -> None:
     Raises:
         OffloadError: if no file can be made there, or tickets lie in another directory now.
     """
-    if not _native.started():
-        set_host_cap(default_cap_bytes())
+    _ensure_arena()
     present = _native.disk_statistics()
     wanted = os.path.realpath(directory)
     if present.directory == wanted and cap_bytes in (None, present.cap_bytes):
@@ -128,29 +163,48 @@ def set_disk(directory: str, cap_bytes: int | None) -> None:
 
 def request_pinning(device: torch.device) -> None:
     """Page-locks the arena's memory from now on; warns once if the system refuses."""
-    if not _native.started():
-        set_host_cap(default_cap_bytes())
+    _ensure_arena()
     with native_errors():
         _native.enable_pinning(_index_of(device))
     _pinning["requested"] = True
 
 
 def _ensure_started(device: torch.device) -> None:
-    if not _native.started():
-        set_host_cap(default_cap_bytes())
+    _ensure_arena()
     if device.type == "cuda" and not _pinning["requested"]:
         request_pinning(device)
+
+
+def _ensure_arena() -> None:
+    if not _native.started():
+        _set_cap(default_budget(), reservable())
+
+
+def _set_cap(cap: HostBudget, reserved: HostBudget) -> None:
+    cap_bytes = min(cap.cap_bytes, reserved.cap_bytes)
+    if cap_bytes < MIN_HOST_BYTES:
+        raise OffloadError(
+            f"host arena: expected {format_bytes(MIN_HOST_BYTES)} of host memory or more, got "
+            f"{format_bytes(cap_bytes)}, {cap.reason}. Raise that limit, or use "
+            "Policy(tier='device')."
+        )
+    with native_errors():
+        if _native.started():
+            _native.set_cap(cap_bytes)
+        else:
+            _native.start(reserved.cap_bytes, cap_bytes)
+    _limits.reserved, _limits.cap = reserved, cap
 
 
 def _warn_if_not_pinned() -> None:
     if not _pinning["requested"] or _pinning["warned"]:
         return
-    if refusal := _native.arena_statistics().pin_refusal:
+    if refusal := pin_refusal():
         _pinning["warned"] = True
+        remedies = pinning_limits().remedies(_native.arena_statistics().pinnable_bytes)
         warnings.warn(
-            f"offload: the system refused to page-lock (pin) host memory: {refusal}. "
-            "Copies use pageable memory and are slower. Raise `ulimit -l`, or lower "
-            "Policy.host_bytes.",
+            f"offload: pinned host memory was refused: {refusal}. What lies beyond is pageable, "
+            f"and its copies are slower. {remedies}",
             stacklevel=2,
         )
 
