@@ -125,7 +125,7 @@ class TransferQueue {
 
     bool take_piece(Piece* piece);  // these require mutex_
     std::deque<std::shared_ptr<Transfer>>* next_queue();
-    void finish_piece(const Piece& piece, const std::string& error);
+    void finish_piece(const Piece& piece, std::string error);
     BusyTime& busy(TransferKind kind) {
         return kind == TransferKind::kWrite ? write_time_ : read_time_;
     }
