@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "disk_tier.h"
 #include "world.h"
@@ -130,6 +131,19 @@ inline bool round_trip(offload::DiskTier& tier, std::size_t bytes, unsigned seed
 
 inline bool contains(const std::string& text, const std::string& part) {
     return text.find(part) != std::string::npos;
+}
+
+/// Targets of this process's file descriptors that lie in `directory`.
+inline std::vector<std::string> open_files_in(const std::string& directory) {
+    std::vector<std::string> found;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+        std::error_code gone;  // the iterator's own descriptor
+        const std::string target = std::filesystem::read_symlink(entry, gone);
+        if (contains(target, directory + "/")) {
+            found.push_back(target);
+        }
+    }
+    return found;
 }
 
 /// The message of the `Error` that `function` throws, or nothing.

@@ -22,19 +22,6 @@ namespace {
 
 constexpr std::size_t kBlock = DiskFile::kAlignment;
 
-/// Targets of this process's file descriptors that lie in `directory`.
-std::vector<std::string> open_files_in(const std::string& directory) {
-    std::vector<std::string> found;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-        std::error_code gone;  // the iterator's own descriptor
-        const std::string target = std::filesystem::read_symlink(entry, gone);
-        if (contains(target, directory + "/")) {
-            found.push_back(target);
-        }
-    }
-    return found;
-}
-
 /// Whether `bytes` bytes come back equal through `file`.
 bool moves(DiskFile& file, std::size_t bytes) {
     const Bytes content = pattern(bytes, 3);

@@ -288,6 +288,19 @@ TEST(disk_tier_extents_may_die_on_any_thread_and_after_their_tier) {
     extents.clear();
 }
 
+TEST(disk_tier_extents_that_die_in_a_forked_child_touch_nothing) {
+    ReleasedOffsets released;
+    released.reserve(1);
+    const int status = harness::run_in_child([&] {
+        released.mark(0);
+        CHECK(released.take().empty());
+    });
+    CHECK(harness::child_passed(status));
+    released.mark(kBlock);
+    CHECK(released.take() == std::vector<std::size_t>{kBlock});
+    CHECK(released.take().empty());
+}
+
 TEST(disk_tier_is_unusable_in_a_forked_child_and_fine_in_its_parent) {
     const TemporaryDirectory directory;
     auto tier = std::make_unique<DiskTier>(directory.path(), 16 * kMiB);

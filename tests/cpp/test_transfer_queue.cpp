@@ -278,6 +278,7 @@ TEST(close_finishes_what_is_queued_and_what_callbacks_add) {
         CHECK(outcome.calls() == 1 && outcome.wait().empty());
     }
     CHECK(chained.calls() == 1 && chained.wait().empty());
+    CHECK(open_files_in(gated.directory.path()).empty());
     CHECK_THROWS(EngineUnusable, gated.tier.allocate(1));
     CHECK_THROWS(EngineUnusable, gated.tier.write(extent, gated.block.data(), ignore));
     CHECK_THROWS(EngineUnusable, gated.tier.read(extent, target.data(), ignore));
@@ -287,7 +288,7 @@ TEST(close_finishes_what_is_queued_and_what_callbacks_add) {
     gated.tier.close();
 }
 
-TEST(tier_destroyed_with_queued_transfers_finishes_them) {
+TEST(tier_destroyed_with_queued_transfers_finishes_them_and_what_they_call) {
     CallGate gate;
     std::vector<Outcome> outcomes(5);
     std::thread opener;
@@ -295,7 +296,11 @@ TEST(tier_destroyed_with_queued_transfers_finishes_them) {
         Gated gated;
         gated.occupy(gate);
         for (const Outcome& outcome : outcomes) {
-            gated.tier.write(gated.tier.allocate(kBlock), gated.block.data(), outcome.callback());
+            gated.tier.write(gated.tier.allocate(kBlock), gated.block.data(),
+                             [&gated, done = outcome.callback()](const std::string& error) {
+                                 gated.tier.allocate(kBlock);
+                                 done(error);
+                             });
         }
         opener = std::thread([&] { gate.open(); });
     }
