@@ -1,5 +1,6 @@
 // GB/s of the disk tier beside a plain loop of the same direct transfers: disk_bench DIRECTORY
-// [tensors of 16 MiB] [rounds]. Not a test, and not built with them: `ninja disk_bench`.
+// [tensors of 16 MiB] [rounds] [MiB of a piece]. Not a test, and not built with them: `ninja
+// disk_bench`.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -108,17 +109,21 @@ void measure_tier(const std::string& directory, const Memory& memory, std::size_
 
 int main(int count, char** arguments) {
     if (count < 2) {
-        std::fprintf(stderr, "usage: disk_bench DIRECTORY [tensors] [rounds]\n");
+        std::fprintf(stderr, "usage: disk_bench DIRECTORY [tensors] [rounds] [piece]\n");
         return 2;
     }
     const std::size_t tensors = count > 2 ? std::strtoul(arguments[2], nullptr, 10) : 64;
     const unsigned long rounds = count > 3 ? std::strtoul(arguments[3], nullptr, 10) : 1;
     const std::size_t bytes = tensors * kTensorBytes;
     const Memory memory(bytes);
+    std::vector<std::size_t> pieces{2, 4, 8, 16};
+    if (count > 4) {
+        pieces = {std::strtoul(arguments[4], nullptr, 10)};
+    }
     for (unsigned long round = 0; round < rounds; ++round) {
-        for (const std::size_t piece : {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB}) {
-            measure_raw(arguments[1], memory, bytes, piece);
-            measure_tier(arguments[1], memory, bytes, piece);
+        for (const std::size_t piece : pieces) {
+            measure_raw(arguments[1], memory, bytes, piece * kMiB);
+            measure_tier(arguments[1], memory, bytes, piece * kMiB);
         }
     }
 }
