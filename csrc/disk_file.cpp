@@ -54,8 +54,8 @@ bool DiskFile::direct_io_fits() const {
     if (!alignment.known) {
         return true;
     }
-    return alignment.memory_bytes > 0 && alignment.memory_bytes <= kAlignment &&
-           alignment.offset_bytes > 0 && alignment.offset_bytes <= kAlignment;
+    return alignment.offset_bytes > 0 && alignment.offset_bytes <= kAlignment &&
+           alignment.memory_bytes <= kAlignment;
 }
 
 void DiskFile::write(std::size_t offset, const void* src, std::size_t bytes) {

@@ -139,7 +139,6 @@ void DiskTier::drain() {
 
 void DiskTier::close() {
     owner_.check("close");
-    closed_.store(true);
     running_->queue.close();
     std::lock_guard<std::mutex> lock(mutex_);
     running_->file.close();
@@ -158,7 +157,7 @@ DiskStatistics DiskTier::statistics() {
 
 void DiskTier::check_usable(const char* function) const {
     owner_.check(function);
-    if (closed_.load() && !running_->queue.on_worker()) {
+    if (!running_->queue.accepts_caller()) {
         throw EngineUnusable(detail::concat(
             function, ": expected a running disk tier, got one that was closed at exit."));
     }

@@ -100,6 +100,11 @@ void TransferQueue::close() {
     workers_.clear();
 }
 
+bool TransferQueue::accepts_caller() {
+    Lock lock(mutex_);
+    return !closing_ || on_worker();
+}
+
 bool TransferQueue::on_worker() const { return worker_of == this; }
 
 TransferStatistics TransferQueue::statistics() {
@@ -127,10 +132,9 @@ void TransferQueue::run() {
         }
         if (idle()) {
             idle_.notify_all();
-            if (closing_) {
-                work_.notify_all();
-                return;
-            }
+        }
+        if (closing_) {
+            return;  // what a callback still submits is taken by the worker that runs it
         }
         work_.wait(lock);
     }
@@ -171,10 +175,10 @@ void TransferQueue::work_on(Lock& lock, const Piece& piece) {
     ++active_workers_;
     busy(transfer.kind_).begin();
     lock.unlock();
-    const std::string error = move_piece(piece);
+    std::string error = move_piece(piece);
     lock.lock();
     busy(transfer.kind_).end();
-    finish_piece(piece, error);
+    finish_piece(piece, std::move(error));
     if (transfer.pieces_in_flight_ == 0 && transfer.next_ == transfer.bytes_) {
         complete(lock, transfer);
     }
@@ -196,14 +200,14 @@ std::string TransferQueue::move_piece(const Piece& piece) {
     return {};
 }
 
-void TransferQueue::finish_piece(const Piece& piece, const std::string& error) {
+void TransferQueue::finish_piece(const Piece& piece, std::string error) {
     Transfer& transfer = *piece.transfer;
     --transfer.pieces_in_flight_;
     if (error.empty()) {
         (transfer.kind_ == TransferKind::kWrite ? statistics_.written_bytes
                                                 : statistics_.read_bytes) += piece.bytes;
     } else if (transfer.error_.empty()) {
-        transfer.error_ = error;
+        transfer.error_ = std::move(error);
         transfer.next_ = transfer.bytes_;
         ++statistics_.failed_transfers;
     }
@@ -212,14 +216,14 @@ void TransferQueue::finish_piece(const Piece& piece, const std::string& error) {
 void TransferQueue::complete(Lock& lock, Transfer& transfer) {
     TransferDone done = std::exchange(transfer.done_, nullptr);
     std::shared_ptr<const void> owner = std::move(transfer.owner_);
-    lock.unlock();
+    lock.unlock();  // also what they own dies outside the lock
+    owner.reset();
     try {
         done(transfer.error_);
     } catch (...) {
         // Its contract forbids it, and a worker has nobody to tell.
     }
-    done = nullptr;  // what they own dies outside the lock
-    owner.reset();
+    done = nullptr;
     lock.lock();
 }
 

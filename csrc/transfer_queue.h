@@ -70,8 +70,9 @@ struct TransferStatistics {
 /// Two worker threads take pieces of the oldest transfer, so both work on one large tensor. Reads
 /// go before writes, also between the pieces of a write: somebody waits for a read. Thread-safe.
 ///
-/// `done` runs once, on a worker, without a lock, after the last piece; it may submit. It must not
-/// throw: what it throws is dropped. After a failed piece no further one of that transfer begins.
+/// `done` runs once, on a worker, without a lock, after the last piece and after the queue has
+/// given up `owner`; it may submit. It must not throw: what it throws is dropped. After a failed
+/// piece no further one of that transfer begins.
 class TransferQueue {
    public:
     static constexpr int kWorkers = 2;
@@ -90,8 +91,8 @@ class TransferQueue {
     /// Drains, also what `done` submits meanwhile, and joins. Not on a worker.
     void close();
 
-    /// Whether the calling thread is one of the workers, that is, in a `done`.
-    bool on_worker() const;
+    /// Whether the calling thread may submit: always before `close`, a `done` also while it drains.
+    bool accepts_caller();
 
     TransferStatistics statistics();
 
@@ -116,6 +117,7 @@ class TransferQueue {
         double ms() const;
     };
 
+    bool on_worker() const;
     void run();
     void work_on(Lock& lock, const Piece& piece);
     std::string move_piece(const Piece& piece);
@@ -123,7 +125,7 @@ class TransferQueue {
 
     bool take_piece(Piece* piece);  // these require mutex_
     std::deque<std::shared_ptr<Transfer>>* next_queue();
-    void finish_piece(const Piece& piece, const std::string& error);
+    void finish_piece(const Piece& piece, std::string error);
     BusyTime& busy(TransferKind kind) {
         return kind == TransferKind::kWrite ? write_time_ : read_time_;
     }

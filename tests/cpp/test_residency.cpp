@@ -1,15 +1,17 @@
 // What goes to the disk and comes back: the order, the waiting, and what happens when it fails.
 
-#include <atomic>
 #include <cerrno>
-#include <cstdlib>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "check.h"
-#include "forwarding_device.h"
+#include "disk_world.h"
 #include "harness.h"
+#include "injecting_file_system.h"
 #include "world.h"
 
 using namespace offload;
@@ -19,51 +21,11 @@ namespace {
 constexpr std::size_t kStep = Arena::kStepBytes;
 constexpr std::size_t kTensor = 8 * kMiB;  // eight of them fill an arena of one step
 
-/// The real file system, except for what a test breaks or holds.
-class BreakableFileSystem final : public FileSystem {
-   public:
-    ssize_t pread(int fd, void* dst, std::size_t bytes, off_t offset) override {
-        ++reads;
-        if (hold_reads) {
-            hold_reads->hold();
-        }
-        if (read_error != 0) {
-            errno = read_error;
-            return -1;
-        }
-        return FileSystem::pread(fd, dst, bytes, offset);
-    }
-
-    ssize_t pwrite(int fd, const void* src, std::size_t bytes, off_t offset) override {
-        ++writes;
-        if (hold_writes) {
-            hold_writes->hold();
-        }
-        if (write_error != 0) {
-            errno = write_error;
-            return -1;
-        }
-        return FileSystem::pwrite(fd, src, bytes, offset);
-    }
-
-    std::atomic<int> reads{0};
-    std::atomic<int> writes{0};
-    std::atomic<int> read_error{0};
-    std::atomic<int> write_error{0};
-    std::unique_ptr<Holder> hold_reads;   // set before a transfer can begin
-    std::unique_ptr<Holder> hold_writes;  // likewise
-};
-
-std::string temporary_directory() {
-    const char* const named = std::getenv("TMPDIR");
-    return named == nullptr ? "/tmp" : named;
-}
-
 /// An arena of one step, and a disk behind it.
 struct DiskWorld : World {
     explicit DiskWorld(std::size_t disk_bytes = 64 * kTensor) : World(kStep) {
         engine.residency().set_disk(
-            std::make_unique<DiskTier>(temporary_directory(), disk_bytes, files));
+            std::make_unique<DiskTier>(directory.path(), disk_bytes, files));
     }
 
     ~DiskWorld() {
@@ -87,7 +49,21 @@ struct DiskWorld : World {
 
     std::string tier(const std::shared_ptr<Ticket>& ticket) { return engine.tier_of(*ticket); }
 
-    BreakableFileSystem files;
+    std::size_t written_bytes() {
+        engine.residency().drain();
+        return engine.residency().disk_statistics().transfers.written_bytes;
+    }
+
+    /// Waits until dropped tickets, whose last owner may be a callback that ends, are gone.
+    void wait_until_disk_is_empty() {
+        engine.residency().drain();
+        while (engine.residency().disk_statistics().live_extents != 0) {
+            std::this_thread::yield();
+        }
+    }
+
+    TemporaryDirectory directory;
+    InjectingFileSystem files;
 };
 
 }  // namespace
@@ -105,16 +81,15 @@ TEST(tickets_beyond_the_arenas_cap_go_to_the_disk_and_come_back_equal) {
     }
     tickets.clear();
     world.engine.drain();
-    world.engine.residency().drain();
+    world.wait_until_disk_is_empty();
     CHECK(world.arena.statistics().live_slots == 0);
-    CHECK(world.engine.residency().disk_statistics().live_extents == 0);
+    CHECK(world.directory.empty());
 }
 
 TEST(nothing_is_written_while_the_arena_has_room) {
     DiskWorld world;
     const auto tickets = world.store(5);
-    world.engine.residency().drain();
-    CHECK(world.files.writes == 0);
+    CHECK(world.written_bytes() == 0);
     for (const auto& ticket : tickets) {
         CHECK(world.tier(ticket) == "host");
     }
@@ -143,26 +118,23 @@ TEST(a_ticket_that_was_put_last_stays) {
 TEST(a_written_ticket_keeps_its_slot_until_the_room_is_needed) {
     DiskWorld world;
     const auto tickets = world.store(8);
-    world.engine.residency().drain();
-    CHECK(world.files.writes > 0);  // behind the last ones, before the arena is full
+    CHECK(world.written_bytes() > 0);  // behind the last ones, before the arena is full
     CHECK(world.tier(tickets[0]) == "host");
     CHECK(world.reloaded(*tickets[0]) == pattern(kTensor, 0));
-    CHECK(world.files.reads == 0);
+    CHECK(world.files.calls('r').empty());
 }
 
 TEST(bytes_read_back_are_not_written_again) {
     DiskWorld world;
     auto tickets = world.store(16);
-    world.engine.residency().drain();
-    const auto written = world.engine.residency().disk_statistics().transfers.written_bytes;
+    const std::size_t written = world.written_bytes();
     for (int round = 0; round < 2; ++round) {
         for (int i = 0; i < 8; ++i) {
             CHECK(world.reloaded(*tickets[i]) == pattern(kTensor, i));
         }
     }
-    world.engine.residency().drain();
-    const auto more = world.engine.residency().disk_statistics().transfers.written_bytes - written;
-    CHECK(more <= 8 * kTensor);  // those that had not been written before
+    CHECK(world.written_bytes() - written <=
+          8 * kTensor);  // those that had not been written before
 }
 
 TEST(a_ticket_that_leaves_is_written_without_need_and_gives_its_slot_up) {
@@ -183,16 +155,17 @@ TEST(a_reload_from_the_disk_waits_for_the_read) {
     auto tickets = world.store(12);
     world.engine.residency().drain();
     Bytes target(kTensor);
-    world.files.hold_reads = std::make_unique<Holder>();
+    CallGate gate;
+    world.files.on_read = [&gate](std::size_t) { gate.pass(); };
     tickets.resize(6);  // room in the arena
     const auto copy = world.engine.try_reload(*tickets[0], target.data(), kCallerStream);
     CHECK(copy != nullptr);
-    world.files.hold_reads->wait_held();
+    gate.wait_held(1);
     world.let_others_run();
     CHECK(!copy->done());
     CHECK(copy->would_block(kCallerStream) && copy->would_block(world.compute));
     CHECK(!world.engine.idle());
-    world.files.hold_reads->let_go();
+    gate.open();
     copy->wait(kCallerStream);
     CHECK(target == pattern(kTensor, 0));
     CHECK(copy->stall_ms() > 0);
@@ -231,15 +204,16 @@ TEST(reloads_read_ahead_what_stands_before) {
 
 TEST(an_offload_waits_for_the_disk_when_the_arena_is_full) {
     DiskWorld world;
-    world.files.hold_writes = std::make_unique<Holder>();
+    CallGate gate;
+    world.files.on_write = [&gate](std::size_t) { gate.pass(); };
     auto tickets = world.store(8);
     const Bytes source = pattern(kTensor, 8);
     CHECK(world.engine.try_offload(world.device, source.data(), kTensor, kCallerStream) == nullptr);
     std::thread thread([&] { tickets.push_back(world.stored(source)); });
-    world.files.hold_writes->wait_held();
+    gate.wait_held(2);
     world.let_others_run();
     CHECK(world.engine.statistics().offloads == 8);
-    world.files.hold_writes->let_go();
+    gate.open();
     thread.join();
     for (int i = 0; i < 9; ++i) {
         CHECK(world.reloaded(*tickets[i]) == pattern(kTensor, i));
@@ -248,14 +222,14 @@ TEST(an_offload_waits_for_the_disk_when_the_arena_is_full) {
 
 TEST(a_disk_that_cannot_write_makes_the_arena_full_and_loses_nothing) {
     DiskWorld world;
-    world.files.write_error = EIO;
+    world.files.write_fault.set(EIO, 0, -1);
     auto tickets = world.store(8);
     CHECK_THROWS(ArenaFull, world.store(1));
     CHECK(!world.engine.residency().statistics().write_refusal.empty());
     for (int i = 0; i < 8; ++i) {
         CHECK(world.reloaded(*tickets[i]) == pattern(kTensor, i));
     }
-    world.files.write_error = 0;
+    world.files.write_fault.set(0, 0, 0);
     const auto more = world.store(8, 8);
     CHECK(world.engine.residency().statistics().write_refusal.empty());
     CHECK(world.reloaded(*tickets[0]) == pattern(kTensor, 0));
@@ -286,30 +260,27 @@ TEST(a_read_that_fails_poisons_its_copy_and_may_be_tried_again) {
     auto tickets = world.store(12);
     world.engine.residency().drain();
     tickets.resize(6);
-    world.files.read_error = EIO;
+    world.files.read_fault.set(EIO, 0, -1);
     Bytes target(kTensor);
     const auto copy = world.engine.reload(*tickets[0], target.data(), kCallerStream);
     CHECK_THROWS(CopyFailed, copy->wait(kCallerStream));
     CHECK_THROWS(CopyFailed, copy->wait(world.compute));
     CHECK(copy->done() && !copy->error().empty());
     CHECK(world.engine.statistics().failed_copies == 1);
-    world.files.read_error = 0;
+    world.files.read_fault.set(0, 0, 0);
     CHECK(world.reloaded(*tickets[0]) == pattern(kTensor, 0));
 }
 
 TEST(tickets_dropped_while_they_are_written_leave_nothing) {
     DiskWorld world;
-    world.files.hold_writes = std::make_unique<Holder>();
+    CallGate gate;
+    world.files.on_write = [&gate](std::size_t) { gate.pass(); };
     auto tickets = world.store(8);
-    world.files.hold_writes->wait_held();
+    gate.wait_held(2);
     tickets.clear();
-    world.files.hold_writes->let_go();
-    world.engine.residency().drain();
+    gate.open();
+    world.wait_until_disk_is_empty();
     world.engine.drain();
-    world.let_others_run();  // the last callback dies after it has told its end
-    while (world.engine.residency().disk_statistics().live_extents != 0) {
-        std::this_thread::yield();
-    }
     CHECK(world.arena.statistics().live_slots == 0);
 }
 
@@ -326,10 +297,7 @@ TEST(the_disk_is_changed_only_while_it_is_empty) {
     auto tickets = world.store(12);
     CHECK_THROWS(Error, world.engine.residency().set_disk(nullptr));
     tickets.clear();
-    world.engine.residency().drain();
-    while (world.engine.residency().disk_statistics().live_extents != 0) {
-        std::this_thread::yield();
-    }
+    world.wait_until_disk_is_empty();
     world.engine.residency().set_disk(nullptr);
     CHECK(!world.engine.residency().has_disk());
     CHECK_THROWS(ArenaFull, world.store(9));

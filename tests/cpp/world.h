@@ -14,6 +14,9 @@ using Bytes = std::vector<unsigned char>;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread")))  // private memory, and much of it
+#endif
 inline Bytes pattern(std::size_t bytes, unsigned seed) {
     Bytes result(bytes);
     for (std::size_t i = 0; i < bytes; ++i) {
