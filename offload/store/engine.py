@@ -161,6 +161,12 @@ def set_disk(directory: str, cap_bytes: int | None) -> None:
         _native.set_disk(wanted, free_disk_bytes(wanted) if cap_bytes is None else cap_bytes)
 
 
+def end_disk() -> None:
+    """Ends spilling for the whole process; raises while tickets are on the disk."""
+    with native_errors():
+        _native.set_disk("", 0)
+
+
 def request_pinning(device: torch.device) -> None:
     """Page-locks the arena's memory from now on; warns once if the system refuses."""
     _ensure_arena()

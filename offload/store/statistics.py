@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 ERROR_SAMPLES = 4
-"""Tensors of a layer and role whose error is measured: enough to see it, few enough to cost nothing."""
+"""Tensors of a layer and role whose error is measured: enough to see it, at no cost to speak of."""
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import _native
 from offload.errors import OffloadError, TicketPoisoned
 from offload.store import engine
-from offload.store.codec import encoding_of
+from offload.store.encoding import encoding_of
 from offload.store.identity import TensorKey, nbytes_of, storage_reference, tensor_key
 from offload.store.layout import compact
 from offload.store.statistics import Record
@@ -110,8 +110,8 @@ class Store:
             in_order: whether reloads of later tickets start this one's; `link` does it later.
             ahead_bytes: how much of what was stored before it its reload starts ahead.
             leaves: whether it goes on to the disk at once, and not only when the arena is full.
-            codec: encodes it on its device first, where it takes such a tensor (`encoding_of`); None
-                copies the bytes, and packs those of bool.
+            codec: encodes it on its device first, where it takes such a tensor (`encoding_of`);
+                None copies the bytes, and packs those of bool.
             role: what the record counts the codec's error under.
 
         Returns:

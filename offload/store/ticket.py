@@ -10,7 +10,7 @@ import torch
 
 from offload import _native
 from offload.errors import TicketPoisoned
-from offload.store.codec import Encoding
+from offload.store.encoding import Encoding
 from offload.store.identity import nbytes_of
 from offload.store.layout import Layout
 
@@ -80,8 +80,8 @@ class Ticket:
         it. The reloads of the tickets stored before this one are started as well.
 
         Returns:
-            A tensor equal to the saved one in values, shape, strides, dtype and device; with a lossy
-            codec its values differ, and it has no overlapping elements.
+            A tensor equal to the saved one in values, shape, strides, dtype and device; in values
+            only nearly so after a lossy codec.
 
         Raises:
             TicketPoisoned: if a copy failed, or the saved tensor was changed in place.
