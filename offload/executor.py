@@ -32,6 +32,7 @@ from offload.interception import RouteScaledDotProduct
 from offload.layer_arguments import LayerArguments, LayerResult
 from offload.ops.routing import AttentionCall, AttentionRoute, routed
 from offload.parameter_aliases import ParameterAliases
+from offload.saved_object import SavedObject
 from offload.snapshots import LayerSnapshot
 from offload.tape import BackwardAttention, BackwardKeys, ForwardAttention, Tape, TileRecord
 
@@ -111,9 +112,11 @@ class TiledCall:
         if tape.store is None:
             with torch.no_grad():
                 return self.forward_all(hidden, tape)
-        output: torch.Tensor = _TiledLayer.apply(  # type: ignore[no-untyped-call]
-            self, tape, hidden, *self.aliases.parameters
-        )
+        saved = SavedObject((self, tape))
+        with saved:
+            output: torch.Tensor = _TiledLayer.apply(  # type: ignore[no-untyped-call]
+                saved, hidden, *self.aliases.parameters
+            )
         return output
 
     # -- forward ---------------------------------------------------------------------------------
@@ -292,21 +295,22 @@ class _TiledLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: TiledCall, tape: Tape, hidden: torch.Tensor, *_parameters: torch.Tensor
+        ctx: Any, saved: SavedObject, hidden: torch.Tensor, *_parameters: torch.Tensor
     ) -> torch.Tensor:
-        ctx.call, ctx.tape = call, tape
+        call, tape = saved.value
+        ctx.save_for_backward(saved.carrier)
         ctx.set_materialize_grads(False)
-        return call.forward_all(hidden, tape)
+        output: torch.Tensor = call.forward_all(hidden, tape)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if d_output is None:
             return (None,) * len(ctx.needs_input_grad)
-        d_hidden, grads = ctx.call.backward_all(
-            d_output, ctx.tape, needs_input=ctx.needs_input_grad[2]
-        )
-        return None, None, d_hidden, *grads
+        call, tape = SavedObject.of(ctx)
+        d_hidden, grads = call.backward_all(d_output, tape, needs_input=ctx.needs_input_grad[1])
+        return None, d_hidden, *grads
 
 
 def _accumulate(totals: list[torch.Tensor | None], grads: list[torch.Tensor | None]) -> None:

@@ -36,6 +36,7 @@ def store():
     yield store
     settle(store)
     store.retire()
+    gc.freeze()  # what is alive now outlives the test: libraries that it was the first to import
 
 
 def settle(store) -> None:

@@ -19,7 +19,7 @@ RANKS = [
     ["probe"],
     ["executor", "checkpoint", "discovery"],
     ["tape", "layer_arguments", "interception", "installation"],
-    ["ambient", "parameter_aliases", "snapshots"],
+    ["ambient", "parameter_aliases", "saved_object", "snapshots"],
     ["adapters"],
     ["lazy_logits", "stand_in"],
     ["ops", "store"],
