@@ -1,6 +1,8 @@
 /// The codecs' part of the module.
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,6 +41,14 @@ void check_host(const char* function, int device, StreamHandle stream) {
                   ". Host codecs run on the calling thread.");
 }
 
+/// Gives the interpreter lock up for work that takes longer than to get it back. Small tensors keep
+/// it: beside busy threads that would cost them milliseconds.
+std::unique_ptr<py::gil_scoped_release> released_for(Codec codec, const TensorLayout& layout) {
+    constexpr std::size_t kLargeBytes = 64 << 10;
+    const bool large = encoded_bytes(codec, layout) >= kLargeBytes;
+    return large ? std::make_unique<py::gil_scoped_release>() : nullptr;
+}
+
 void encode(int device, const std::string& codec, const std::string& dtype, std::uintptr_t address,
             const Sizes& shape, const Sizes& strides, std::uintptr_t encoded_address,
             StreamHandle stream, std::optional<std::uint64_t> seed) {
@@ -51,7 +61,7 @@ void encode(int device, const std::string& codec, const std::string& dtype, std:
         return;
     }
     check_host("encode", device, stream);
-    py::gil_scoped_release release;
+    const auto released = released_for(with, layout);
     encode_host(with, layout, source, encoded, seed);
 }
 
@@ -67,7 +77,7 @@ void decode(int device, const std::string& codec, const std::string& dtype,
         return;
     }
     check_host("decode", device, stream);
-    py::gil_scoped_release release;
+    const auto released = released_for(with, layout);
     decode_host(with, layout, encoded, destination);
 }
 

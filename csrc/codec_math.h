@@ -210,7 +210,7 @@ struct Fp8 {
                     : static_cast<std::int32_t>(nearest_shifted(magnitude) >> kShift);
         // The sign of the word: a multiplication on a card does not keep that of a NaN.
         const auto sign = static_cast<std::int32_t>((word >> (8 * sizeof(word) - 8)) & 0x80);
-        return static_cast<std::uint8_t>((is_nan<Type>(word) ? kNan : code) | sign);
+        return static_cast<std::uint8_t>(code | (is_nan<Type>(word) ? kNan : 0) | sign);
     }
 
     /// The code's bits read as a float32 of the lowest binade are too large by that binade's start
@@ -238,19 +238,19 @@ struct Int8 {
         return nearest(value * inverse);
     }
 
-    static OFFLOAD_HD std::int32_t random(float scaled, float uniform) {
-        const std::int32_t bits = to_bits(scaled);
-        const std::int32_t code =
-            round_randomly(from_bits(smaller(bits & kMagnitudeMask, kLimitBits)), uniform);
-        return bits < 0 ? -code : code;
+    static OFFLOAD_HD std::int32_t random(std::int32_t magnitude, std::int32_t sign,
+                                          float uniform) {
+        const std::int32_t steps = round_randomly(from_bits(magnitude), uniform);
+        return sign != 0 ? -steps : steps;
     }
 
     template <typename Type, bool kRandom>
     static OFFLOAD_HD std::uint8_t encode(typename Type::Word word, float inverse, float uniform) {
-        const float scaled = Type::widen(word) * inverse;
-        const float lower = scaled < -kLimit ? -kLimit : scaled;
-        const float clamped = lower > kLimit ? kLimit : lower;
-        const std::int32_t code = kRandom ? random(scaled, uniform) : nearest(clamped);
+        const std::int32_t scaled = to_bits(Type::widen(word) * inverse);
+        const std::int32_t magnitude = smaller(scaled & kMagnitudeMask, kLimitBits);
+        const std::int32_t sign = scaled & ~kMagnitudeMask;
+        const std::int32_t code =
+            kRandom ? random(magnitude, sign, uniform) : nearest(from_bits(magnitude | sign));
         return is_nan<Type>(word) ? kNan : static_cast<std::uint8_t>(code);
     }
 
