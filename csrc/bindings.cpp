@@ -1,7 +1,7 @@
-/// The only file that knows Python. What may block asks first and gives the interpreter lock up
-/// only if it will: getting the lock back costs milliseconds beside busy threads. Workers never
-/// take it.
-#include <pybind11/pybind11.h>
+/// The engine's part of the module, and the module. Only `bindings*.cpp` know Python. What may
+/// block asks first and gives the interpreter lock up only if it will: getting the lock back costs
+/// milliseconds beside busy threads. Workers never take it.
+#include "bindings.h"
 
 #include "arena.h"
 #include "check.h"
@@ -360,4 +360,5 @@ PYBIND11_MODULE(_C, module) {
     offload::bind_statistics(module);
     offload::bind_engine(module);
     offload::bind_faults(module);
+    offload::bind_codec(module);
 }

@@ -1,5 +1,6 @@
 """The native module: pointers, byte counts, device indices and stream handles cross, no tensors."""
 
+from collections.abc import Sequence
 from typing import final
 
 BUILD_VERSION: str
@@ -132,6 +133,33 @@ def arena_statistics() -> ArenaStatistics: ...
 def disk_statistics() -> DiskStatistics: ...
 def residency_statistics() -> ResidencyStatistics: ...
 def engine_statistics() -> EngineStatistics: ...
+
+# Codecs: `codec` is fp8-e4m3fn, int8 or bits, `dtype` float32, float16, bfloat16 or bool. `device`
+# is a CUDA index, whose `stream` the work is queued on, or -1: the CPU works before the call
+# returns. The format is in csrc/codec.h.
+
+def encoded_bytes(codec: str, dtype: str, shape: Sequence[int]) -> int: ...
+def encode(
+    device: int,
+    codec: str,
+    dtype: str,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    encoded_address: int,
+    stream: int,
+    seed: int | None = None,
+) -> None: ...
+def decode(
+    device: int,
+    codec: str,
+    dtype: str,
+    encoded_address: int,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    stream: int,
+) -> None: ...
 
 class SlotAllocator:
     """The arena's placement logic alone, for simulations: it touches no memory."""
