@@ -12,7 +12,7 @@
 namespace offload {
 namespace {
 
-constexpr std::array<const char*, 3> kCodecNames = {"fp8-e4m3fn", "int8", "bits"};
+constexpr std::array<const char*, 3> kCodecNames = {"fp8", "int8", "bits"};
 constexpr std::array<const char*, 4> kDTypeNames = {"float32", "float16", "bfloat16", "bool"};
 
 std::int64_t checked_elements(const char* function, const TensorLayout& layout) {
@@ -41,7 +41,7 @@ void check_layout(const char* function, Codec codec, const TensorLayout& layout)
                   codec == Codec::kBits ? "bool" : "float32, float16 or bfloat16", " for codec ",
                   kCodecNames[static_cast<std::size_t>(codec)], ", got ",
                   kDTypeNames[static_cast<std::size_t>(layout.dtype)],
-                  is_bool ? ". Use codec bits." : ". Use codec fp8-e4m3fn or int8.");
+                  is_bool ? ". Use codec bits." : ". Use codec fp8 or int8.");
 }
 
 /// Appends a dimension inside those that `map` has, or merges it with the innermost of them.
@@ -143,7 +143,7 @@ void check_seed(const char* function, Codec codec, const std::optional<std::uint
 Codec codec_of(const char* function, const std::string& name) {
     const auto found = std::find(kCodecNames.begin(), kCodecNames.end(), name);
     OFFLOAD_CHECK(found != kCodecNames.end(), function,
-                  ": expected codec fp8-e4m3fn, int8 or bits, got '", name,
+                  ": expected codec fp8, int8 or bits, got '", name,
                   "'. Choose one of these.");
     return static_cast<Codec>(found - kCodecNames.begin());
 }

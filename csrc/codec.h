@@ -1,7 +1,7 @@
 /// Codecs that shrink a tensor while it is stored: two lossy ones with a scale for each block, and
 /// lossless packing of bool. The bytes are the same whether host or card wrote them.
 ///
-/// **fp8-e4m3fn and int8** take float32, float16 and bfloat16. With L the last dimension and R the
+/// **fp8 and int8** take float32, float16 and bfloat16. With L the last dimension and R the
 /// product of the others (a 0-dim tensor is one row of 1), the encoded bytes are
 ///
 ///     codes   uint8   [R, L]               row-major whatever the tensor's strides were
@@ -54,7 +54,7 @@ struct TensorLayout {
     DType dtype = DType::kFloat32;
 };
 
-/// `fp8-e4m3fn`, `int8` or `bits`. Throws `Error` for another name, naming `function`.
+/// `fp8`, `int8` or `bits`. Throws `Error` for another name, naming `function`.
 Codec codec_of(const char* function, const std::string& name);
 
 /// `float32`, `float16`, `bfloat16` or `bool`. Throws `Error` for another name.

@@ -160,7 +160,7 @@ OFFLOAD_HD std::int32_t round_randomly(float value, float uniform) {
     return floor + (uniform < value - static_cast<float>(floor) ? 1 : 0);
 }
 
-/// fp8-e4m3fn: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; 448 is the largest value, 2^-9 the
+/// fp8: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; 448 is the largest value, 2^-9 the
 /// smallest, 0x7f is NaN and there is no infinity.
 ///
 /// A code's magnitude is eight times the index of its binade plus the value in steps of an eighth

@@ -77,17 +77,17 @@ def test_encoding_is_ordered_on_the_current_stream_and_can_be_captured():
         tensor = torch.zeros(1 << 22, device="cuda")
         torch.cuda._sleep(50_000_000)
         tensor.fill_(3.0)
-        encoded = encode(tensor, "fp8-e4m3fn")
-        back = decode(encoded, "fp8-e4m3fn", tensor.dtype, tensor.shape)
+        encoded = encode(tensor, "fp8")
+        back = decode(encoded, "fp8", tensor.dtype, tensor.shape)
     stream.synchronize()
     assert torch.allclose(back, torch.tensor(3.0, device="cuda"))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = encode(tensor, "fp8-e4m3fn")
+        captured = encode(tensor, "fp8")
     tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(captured, encode(tensor, "fp8-e4m3fn"))
+    assert torch.equal(captured, encode(tensor, "fp8"))
 
 
 def test_offsets_beyond_32_bits_are_coded():

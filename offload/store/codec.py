@@ -2,7 +2,7 @@
 
 | codec | takes | bytes a value | error |
 |---|---|---|---|
-| `fp8-e4m3fn` | float32, float16, bfloat16 | 1 + 1/32 | up to 1/16 of a value, if not tiny |
+| `fp8` | float32, float16, bfloat16 | 1 + 1/32 | up to 1/16 of a value, if not tiny |
 | `int8` | the same | 1 + 1/32 | up to 1/254 of the largest of 128 values |
 | `bits` | bool | 1/8 | none |
 
@@ -19,15 +19,21 @@ import torch
 from offload import _native
 from offload.store.engine import compute_stream, native_errors
 
+MAX_DIMS = 8
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_DTYPES = {"fp8-e4m3fn": _FLOATS, "int8": _FLOATS, "bits": (torch.bool,)}
+_DTYPES = {"fp8": _FLOATS, "int8": _FLOATS, "bits": (torch.bool,)}
+
+
+def takes(codec: str, dtype: torch.dtype) -> bool:
+    """Whether a codec takes tensors of a dtype."""
+    return dtype in _DTYPES[codec]
 
 
 def encoded_bytes(codec: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Returns how many bytes a tensor of this dtype and shape is encoded into.
 
     Args:
-        codec: `"fp8-e4m3fn"`, `"int8"` or `"bits"`.
+        codec: `"fp8"`, `"int8"` or `"bits"`.
         dtype: the tensor's dtype, one that the codec takes.
         shape: the tensor's shape, at most 8 dimensions.
 
@@ -54,7 +60,7 @@ def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> torch.T
     Args:
         tensor: `[..., L]`, any strides, at most 8 dimensions. Every 128 values along `L` share a
             scale; a 0-dim tensor is one value.
-        codec: `"fp8-e4m3fn"`, `"int8"` or `"bits"`.
+        codec: `"fp8"`, `"int8"` or `"bits"`.
         seed: rounds stochastically, reproducibly for a seed; None rounds to nearest.
 
     Returns:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 BLOCK = 128
-LIMITS = {"fp8-e4m3fn": 448.0, "int8": 127.0}
+LIMITS = {"fp8": 448.0, "int8": 127.0}
 _SMALLEST_AMAX = 2.0**-100
 _LARGEST_AMAX = float.fromhex("0x1.fffffcp127")
 _NAN_CODE = -128  # of int8
@@ -21,7 +21,7 @@ def encode(tensor: torch.Tensor, codec: str) -> torch.Tensor:
 
     Args:
         tensor: `[..., L]` of a dtype that the codec takes.
-        codec: `"fp8-e4m3fn"`, `"int8"` or `"bits"`.
+        codec: `"fp8"`, `"int8"` or `"bits"`.
 
     Returns:
         The encoded bytes, uint8, on the tensor's device.
@@ -81,7 +81,7 @@ def decode(
 
 
 def _round(scaled: torch.Tensor, codec: str) -> torch.Tensor:
-    if codec == "fp8-e4m3fn":
+    if codec == "fp8":
         return scaled.to(torch.float8_e4m3fn)
     codes = scaled.clamp(-LIMITS[codec], LIMITS[codec]).round()
     return torch.where(scaled.isnan(), float(_NAN_CODE), codes).to(torch.int8)
