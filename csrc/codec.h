@@ -21,8 +21,10 @@
 /// - int8: -127 to 127. Inf becomes 127 or -127; -128 stands for NaN, whose sign is lost, as is
 /// that
 ///   of zero.
-/// - Blocks whose amax is below 2^-100 lose precision, so that no arithmetic meets a denormal
-///   float32. An Inf beside nothing but zeros comes back as 2^-100.
+/// - Blocks whose amax is below 2^-100 lose precision, so that no scale, factor or decoded value is
+/// a
+///   denormal float32 and flushing those changes nothing. An Inf beside nothing but zeros comes
+///   back as 2^-100.
 /// - With a seed, rounding is stochastic: up with the probability of the fraction, so that the mean
 ///   is unbiased. The same seed, shape and values give the same bytes, on every device.
 ///

@@ -12,9 +12,13 @@
 #include "codec_lane.h"
 #include "codec_layout.h"
 
-// One body for several instruction sets, chosen when the module is loaded. Sanitizers do not
-// support the resolvers, which run before their runtime is up.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+// One body for several instruction sets, chosen when the module is loaded, unless the build asks
+// for a good one itself. Sanitizers do not support the resolvers, which run before their runtime is
+// up.
+#if defined(__AVX2__)
+#define OFFLOAD_CLONES
+#define OFFLOAD_LOOKS_UP_BYTES true
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define OFFLOAD_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #define OFFLOAD_LOOKS_UP_BYTES __builtin_cpu_supports("avx2")

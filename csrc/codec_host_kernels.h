@@ -161,15 +161,18 @@ OFFLOAD_HD bool decode_fp8_by_table(const std::uint8_t* __restrict codes, int co
                                     std::uint16_t* __restrict words) {
     constexpr Bytes kFirst = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
     constexpr Bytes kSecond = kFirst + 8;
-    Bytes low_bytes = {};
-    Bytes high_bytes = {};
-    for (int i = 0; i < 16; ++i) {
-        const std::uint16_t word =
-            BFloat16::narrow(Fp8::decode(static_cast<std::uint8_t>(i), scale));
-        const std::uint16_t entry = i < 8 ? word : static_cast<std::uint16_t>(word - 0x80);
-        low_bytes[i] = static_cast<std::uint8_t>(entry);
-        high_bytes[i] = static_cast<std::uint8_t>(entry >> 8);
-    }
+    constexpr Bytes kLow = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    constexpr std::uint8_t kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    std::uint16_t entries[16];
+    decode_any<Fp8, BFloat16>(kCodes, 16, scale, entries);
+    Words denormal;
+    Words normal;
+    memcpy(&denormal, entries, sizeof(denormal));
+    memcpy(&normal, entries + 8, sizeof(normal));
+    const auto first = reinterpret_cast<Bytes>(denormal);
+    const auto second = reinterpret_cast<Bytes>(normal - 0x80);
+    const Bytes low_bytes = __builtin_shuffle(first, second, kLow);
+    const Bytes high_bytes = __builtin_shuffle(first, second, kLow + 1);
     const Bytes zero = {};
     Bytes nan = {};
     for (int i = 0; i < count; i += 16) {
@@ -182,14 +185,14 @@ OFFLOAD_HD bool decode_fp8_by_table(const std::uint8_t* __restrict codes, int co
         const Bytes low = __builtin_shuffle(low_bytes, entry);
         const Bytes high = __builtin_shuffle(high_bytes, entry) | (code & 0x80);
         nan |= reinterpret_cast<Bytes>(magnitude == Fp8::kNan);
-        const auto first =
+        const auto front =
             reinterpret_cast<Words>(__builtin_shuffle(low, high, kFirst)) +
             (reinterpret_cast<Words>(__builtin_shuffle(exponent, zero, kFirst)) << 4);
-        const auto second =
+        const auto back =
             reinterpret_cast<Words>(__builtin_shuffle(low, high, kSecond)) +
             (reinterpret_cast<Words>(__builtin_shuffle(exponent, zero, kSecond)) << 4);
-        memcpy(words + i, &first, sizeof(first));
-        memcpy(words + i + 8, &second, sizeof(second));
+        memcpy(words + i, &front, sizeof(front));
+        memcpy(words + i + 8, &back, sizeof(back));
     }
     std::uint64_t halves[2];
     memcpy(halves, &nan, sizeof(halves));

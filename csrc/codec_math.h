@@ -189,7 +189,7 @@ struct Fp8 {
 
     static OFFLOAD_HD std::int32_t random(std::int32_t magnitude, float uniform) {
         const std::int32_t low = binade(magnitude);
-        const float steps_per_unit = from_bits((257 << 23) - low);
+        const float steps_per_unit = from_bits((254 << 23) - (low - (3 << 23)));  // 8 / 2^exponent
         return ((low - kSmallestNormal) >> kShift) +
                round_randomly(from_bits(magnitude) * steps_per_unit, uniform);
     }

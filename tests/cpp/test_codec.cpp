@@ -10,6 +10,7 @@
 #include "codec.h"
 #include "codec_lane.h"
 #include "codec_layout.h"
+#include "codec_oracle.h"
 #include "harness.h"
 
 using namespace offload;
@@ -240,6 +241,60 @@ TEST(all_lanes_of_a_card_write_what_the_host_writes) {
             compare_with_lanes<Fp8, Float32>(Codec::kFp8, layout, DType::kFloat32, memory, shift);
             compare_with_lanes<Int8, Float32>(Codec::kInt8, layout, DType::kFloat32, memory, shift);
         }
+    }
+}
+
+TEST(codes_follow_the_documented_expression) {
+    std::mt19937 random(9);
+    std::normal_distribution<float> normal;
+    std::vector<float> values(300 * codec::kBlock);
+    for (std::size_t row = 0; row < 300; ++row) {
+        float* const block = values.data() + row * codec::kBlock;
+        const float amax = std::fabs(normal(random)) + 1;
+        for (int i = 0; i < codec::kBlock; ++i) {
+            // Within a bit of a tie, so that a last bit of the factor decides.
+            const double tie = (oracle::fp8_value(i) + oracle::fp8_value(i + 1)) / 2;
+            block[i] = static_cast<float>(tie * amax / 448);
+            block[i] = std::nextafter(block[i], (random() & 1) != 0 ? 0.0f : 2 * amax);
+        }
+        block[126] = block[127] = -amax;
+    }
+    const TensorLayout layout = contiguous({300, codec::kBlock}, DType::kFloat32);
+    Buffer encoded(encoded_bytes(Codec::kFp8, layout));
+    encode_host(Codec::kFp8, layout, values.data(), encoded.data());
+    const auto* const scales = reinterpret_cast<const float*>(encoded.data() + values.size());
+    for (std::size_t row = 0; row < 300; ++row) {
+        const float* const block = values.data() + row * codec::kBlock;
+        float amax = 0;
+        for (int i = 0; i < codec::kBlock; ++i) {
+            amax = std::max(amax, std::fabs(block[i]));
+        }
+        CHECK(scales[row] == amax / 448.0f);
+        const float inverse = 448.0f / amax;
+        for (int i = 0; i < codec::kBlock; ++i) {
+            const float scaled = std::fabs(block[i]) * inverse;
+            const int code = encoded.data()[row * codec::kBlock + static_cast<std::size_t>(i)];
+            CHECK((code & 0x7f) == oracle::fp8_code(scaled));
+        }
+    }
+}
+
+TEST(a_scale_that_no_encoder_makes_decodes_alike) {
+    const TensorLayout layout = contiguous({256});
+    for (const float scale : {0.0f, 0x1p-120f, 0x1p-140f, -1.5f, 1e38f}) {
+        Buffer encoded(encoded_bytes(Codec::kFp8, layout));
+        for (int code = 0; code < 256; ++code) {
+            const bool nan = (code & 0x7f) == 0x7f;  // would take the block another way
+            encoded.data()[code] = static_cast<std::uint8_t>(nan ? 0 : code);
+        }
+        std::memcpy(encoded.data() + 256, &scale, sizeof(scale));
+        std::memcpy(encoded.data() + 260, &scale, sizeof(scale));
+        std::vector<std::uint16_t> by_host(256);
+        std::vector<std::uint16_t> by_card(256);
+        decode_host(Codec::kFp8, layout, encoded.data(), by_host.data());
+        decode_like_a_card<Fp8, BFloat16>(codec::source_map("test", Codec::kFp8, layout),
+                                          encoded.data(), by_card.data());
+        CHECK(by_host == by_card);
     }
 }
 
