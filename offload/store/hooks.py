@@ -26,7 +26,7 @@ class OffloadHooks(torch.autograd.graph.saved_tensors_hooks):
             Hooks get a detached alias of the tensor; recognise it by its `tensor_key`. Tensors that
             are not plain are kept whatever it says.
         record: where to count.
-        codec: of what is copied.
+        codec_of: names the codec of a tensor that is copied, as `tier_of` does its place.
     """
 
     def __init__(
@@ -34,13 +34,15 @@ class OffloadHooks(torch.autograd.graph.saved_tensors_hooks):
         store: Store,
         tier_of: Callable[[torch.Tensor], str],
         record: Record | None = None,
-        codec: str | None = None,
+        codec_of: Callable[[torch.Tensor], str | None] = lambda tensor: None,
     ) -> None:
         def pack(tensor: torch.Tensor) -> Ticket:
             tier = tier_of(tensor) if is_plain(tensor) else "device"
             if tier in ("host", "disk"):
                 leaves = tier == "disk"
-                return store.offload(tensor, record, leaves=leaves, codec=codec, role="input")
+                return store.offload(
+                    tensor, record, leaves=leaves, codec=codec_of(tensor), role="input"
+                )
             return store.keep(tensor, record, in_order=tier == "ordered")
 
         super().__init__(pack, Ticket.reload)
