@@ -49,7 +49,7 @@ format: setup ## let ruff and clang-format rewrite the files
 
 test: setup ## C++ tests, then the Python tests
 	bash tests/cpp/run.sh plain
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 test-cpp: setup ## C++ tests: plain, under ThreadSanitizer, under AddressSanitizer
 	for variant in plain thread address; do bash tests/cpp/run.sh $$variant || exit 1; done
