@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from offload.adapters.transformers.head import install_head
 from tests.models import gradients
 
-V5 = int(transformers.__version__.split(".")[0]) >= 5
 VOCAB, CHUNK = 97, 10
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48}

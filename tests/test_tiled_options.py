@@ -25,7 +25,15 @@ from tests.tiled import (
     stays_float64,
     tiled,
 )
-from tests.tiled_pairs import AUTO, LOSS, count_attention, count_mlp, one_warning, pair
+from tests.tiled_pairs import (
+    AUTO,
+    LOSS,
+    assert_falls_back,
+    count_attention,
+    count_mlp,
+    one_warning,
+    pair,
+)
 
 pytestmark = pytest.mark.filterwarnings("error:.*offload")
 
@@ -91,12 +99,8 @@ def test_router_logits_are_right_in_auto_and_refused_in_tiled(store, name, by_co
         assert output.aux_loss.requires_grad
         return cross_entropy(output.logits, labels) + 0.5 * output.aux_loss
 
-    with one_warning("output_router_logits is on"):
-        assert_close_step(plain, wrapped, loss_of)
-    assert_tiled(wrapped, mode="checkpoint")
-    offload.wrap(wrapped, policy=tiled())
-    with pytest.raises(LayerRefused, match="output_router_logits is on"):
-        loss_of(wrapped)
+    reason = "output_router_logits is on"
+    assert_falls_back(plain, wrapped, loss_of, warning=reason, refusal=reason)
 
 
 @pytest.mark.parametrize("kind", ["additive", "bool", "of keys", "with a hole"])
@@ -116,12 +120,9 @@ def test_a_users_own_mask_falls_back(store, kind):
         return output.logits[:, 20:].square().mean()
 
     wrapped = offload.wrap(copy.deepcopy(plain), policy=AUTO)
-    with one_warning("runs in checkpoint mode"):
-        assert_close_step(plain, wrapped, loss_of)
-    assert_tiled(wrapped, mode="checkpoint")
-    offload.wrap(wrapped, policy=tiled())
-    with pytest.raises(LayerRefused, match="run tile by tile"):
-        loss_of(wrapped)
+    assert_falls_back(
+        plain, wrapped, loss_of, warning="runs in checkpoint mode", refusal="run tile by tile"
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "whole"), ("gemma2", "right")])

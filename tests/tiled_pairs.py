@@ -4,9 +4,12 @@ import contextlib
 import copy
 import warnings
 
+import pytest
+
 import offload
 import offload.tape
-from tests.tiled import decoder_layers, loss_on, nano, tiled
+from offload.errors import LayerRefused
+from tests.tiled import assert_close_step, assert_tiled, decoder_layers, loss_on, nano, tiled
 
 AUTO = tiled(mode="auto")
 LOSS = loss_on(2, 37)
@@ -27,6 +30,16 @@ def one_warning(match):
     ours = [str(w.message) for w in caught if "offload" in str(w.message)]
     assert len(ours) == 1, ours
     assert match in ours[0]
+
+
+def assert_falls_back(plain, wrapped, loss_of, warning, refusal):
+    """In auto, layers run right in checkpoint mode and one warning says why; tiled refuses them."""
+    with one_warning(warning):
+        assert_close_step(plain, wrapped, loss_of)
+    assert_tiled(wrapped, mode="checkpoint")
+    offload.wrap(wrapped, policy=tiled())
+    with pytest.raises(LayerRefused, match=refusal):
+        loss_of(wrapped)
 
 
 def fail_in_mlp(monkeypatch, model, at, error=RuntimeError):
