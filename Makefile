@@ -49,7 +49,7 @@ format: setup ## let ruff and clang-format rewrite the files
 
 test: setup ## C++ tests, then the Python tests
 	bash tests/cpp/run.sh plain
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
 
 test-cpp: setup ## C++ tests: plain, under ThreadSanitizer, under AddressSanitizer
 	for variant in plain thread address; do bash tests/cpp/run.sh $$variant || exit 1; done
@@ -66,6 +66,7 @@ test-hf4: ## the transformers adapter against transformers 4.57
 	$(HF4)/bin/python -m pip install --quiet -r requirements-hf4.txt
 	$(HF4)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	$(HF4)/bin/python -m pytest tests/test_transformers.py tests/test_masks.py tests/test_head.py \
+		tests/test_head_training.py tests/test_tiled_options.py tests/test_tiled_fallbacks.py tests/test_shared_config.py \
 		tests/test_tiled_architectures.py tests/test_tiled_promises.py
 
 demo: setup ## LoRA on SmolLM2-135M with every method: table, demo.png, demo.jsonl

@@ -21,6 +21,23 @@ warnings.filterwarnings(
 )
 
 
+FEW_LONG_TESTS = (
+    "test_examples.py",
+    "test_smollm2.py",
+    "test_tiled_memory.py",
+    "test_tiled_distributed.py",
+    "test_head_training.py",
+    "test_processes.py",
+    "test_step.py",
+    "test_native.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Puts files of few and long tests first: left to the end, one process would wait for them."""
+    items.sort(key=lambda item: item.path.name not in FEW_LONG_TESTS)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("needs_cuda") and not torch.cuda.is_available():
         if os.environ.get("FAIL_WITHOUT_CUDA") == "1":

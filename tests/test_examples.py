@@ -1,5 +1,6 @@
 """Each example runs as its docstring says, on a tiny input."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 def run_example(name, *options):
     """Runs an example in a process of its own; returns its losses and its whole output."""
     command = [sys.executable, str(EXAMPLES / name), *options]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # the models here are small
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
     return losses, run.stdout

@@ -17,7 +17,6 @@ from tests.heads import (
     CHUNK,
     CONFIGS,
     SIZES,
-    V5,
     VOCAB,
     assert_same,
     batch,
@@ -26,6 +25,7 @@ from tests.heads import (
     loss_and_gradients,
     loss_in_float64,
 )
+from tests.tiled import V5
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ def body(model, batch):
 @pytest.mark.parametrize(
     ("dtype", "lora", "tokens", "loss_of"),
     [
-        ("float32", 8, 128, whole),
-        ("float32", 0, 128, whole),
-        ("bfloat16", 8, 32, body),
+        ("float32", 8, 48, whole),
+        ("float32", 0, 48, whole),
+        ("bfloat16", 8, 12, body),
     ],
 )
 def test_loss_and_gradients_equal_the_plain_models(store, directory, dtype, lora, tokens, loss_of):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import offload
-import offload.tape
 from offload.errors import LayerRefused, OffloadError
 from tests.conftest import settle
 from tests.models import FORCED, gradients, step

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -21,8 +20,8 @@ from transformers import (
 
 import offload
 from tests.models import FORCED, assert_same_step, calls_of, gradients, step
+from tests.tiled import V5
 
-V5 = int(transformers.__version__.split(".")[0]) >= 5
 CACHE = "cache" if V5 else "past_key_values"
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 CONFIGS = {

@@ -70,6 +70,23 @@ CONFIGS = {
         {**HEADS, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},
     ),
 }
+OWN_MASKS = {
+    "falcon": ("FalconConfig", SIZES),
+    "falcon, alibi": ("FalconConfig", {**SIZES, "alibi": True}),
+    "bloom": ("BloomConfig", {**SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "mpt": ("MptConfig", {**SIZES, "max_seq_len": 64}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            **SIZES,
+            "num_layers": 2,  # is compared with the types before the other name is understood
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+            "max_position_embeddings": 64,
+        },
+    ),
+}
+"""Families whose layers are given S x S masks or biases that the model computes itself."""
 
 
 def tiled(tile_tokens: int = 10, mode: str = "tiled", **options) -> offload.Policy:
@@ -80,12 +97,14 @@ def tiled(tile_tokens: int = 10, mode: str = "tiled", **options) -> offload.Poli
 
 def build(name="llama", dtype=torch.float64, **changes):
     torch.manual_seed(0)
-    class_name, options = CONFIGS[name]
+    class_name, options = (CONFIGS | OWN_MASKS)[name]
     config = getattr(transformers, class_name)(**copy.deepcopy(options) | changes)
     if V5:
         config._experts_implementation = "eager"  # the default has no float64
     attention = "eager" if name == "gemma2" else "sdpa"  # only eager knows softcap
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=None if name in OWN_MASKS else attention
+    )
     return _spread(model).to(dtype).train()
 
 

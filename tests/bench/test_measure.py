@@ -1,6 +1,7 @@
 """The storage tracker against allocations whose bytes are known."""
 
 import gc
+import mmap
 import threading
 
 import pytest
@@ -239,8 +240,8 @@ def test_peak_rss_can_be_reset_between_steps():
     if not reset_peak_rss():
         pytest.skip("this system cannot reset the high-water mark")
     before = read_peak_rss()
-    x = torch.ones(16 * 2**20)
-    del x
+    with mmap.mmap(-1, 64 * 2**20) as fresh:  # malloc may reuse memory that is resident already
+        torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
     assert read_peak_rss() >= before + 60 * 2**20
     assert reset_peak_rss()
     assert read_peak_rss() < before + 60 * 2**20

@@ -14,12 +14,12 @@ from bench.spec import REPOSITORY, StepSpec
 from bench.text import find_package_file, read_text
 from tests.bench.conftest import TINY
 
-BASELINES = "plain,checkpoint,save_on_cpu"
+BASELINES = "plain,checkpoint"
 
 
 @pytest.fixture(scope="module")
 def baseline_run(tmp_path_factory):
-    """One run of the three baselines: its directory, exit status and records."""
+    """One run of two baselines: its directory, exit status and records."""
     directory = tmp_path_factory.mktemp("baselines")
     options = ("--model", "gpt2", "--methods", BASELINES, "--plot", str(directory / "out.png"))
     path = directory / "out.jsonl"
@@ -51,7 +51,7 @@ def test_a_result_file_can_be_drawn_and_printed_again(baseline_run, capsys):
     assert main(["plot", str(directory / "out.jsonl"), str(directory / "again.png")]) == 0
     assert (directory / "again.png").exists()
     table.print_rows(rows)
-    assert "save_on_cpu" in capsys.readouterr().out
+    assert "checkpoint" in capsys.readouterr().out
 
 
 def test_without_further_steps_the_first_one_is_timed_and_said_so(workers_here, run_bench, capsys):

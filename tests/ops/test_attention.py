@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from offload.ops import _torch
-from offload.ops.attention import (
-    attend,
-    attend_backward,
-    attention,
-)
+from offload.ops.attention import attend, attend_backward, attention
 from offload.ops.intervals import causal_intervals
 from tests.ops.attention_cases import (
     BACKENDS,
