@@ -80,6 +80,9 @@ std::shared_ptr<Slot> Arena::allocate(std::size_t bytes) {
         }
         auto slot = std::make_shared<Slot>(this, placement.offset, bytes, base_ + placement.offset);
         peak_live_bytes_ = std::max(peak_live_bytes_, allocator_.live_bytes());
+        if (poisoning_) {
+            std::memset(slot->data(), kPoison, bytes);
+        }
         return slot;
     } catch (...) {
         allocator_.release(placement.offset);
@@ -122,6 +125,12 @@ void Arena::trim() {
     decommit(allocator_.trim());
 }
 
+void Arena::set_poisoning(bool on) {
+    owner_.check("set_poisoning");
+    std::lock_guard<std::mutex> lock(mutex_);
+    poisoning_ = on;
+}
+
 std::size_t Arena::cap_bytes() {
     std::lock_guard<std::mutex> lock(mutex_);
     return allocator_.cap_bytes();
@@ -153,7 +162,10 @@ void Arena::mark_released(std::size_t offset) noexcept {
 void Arena::drain_released() {
     std::lock_guard<std::mutex> lock(released_mutex_);
     for (const std::size_t offset : released_) {
-        allocator_.release(offset);
+        const std::size_t bytes = allocator_.release(offset);
+        if (poisoning_) {
+            std::memset(base_ + offset, kPoison, bytes);
+        }
     }
     released_.clear();
 }

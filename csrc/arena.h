@@ -64,6 +64,7 @@ struct ArenaStatistics {
 class Arena {
    public:
     static constexpr std::size_t kStepBytes = std::size_t{64} << 20;
+    static constexpr unsigned char kPoison = 0xff;  ///< NaN in every float type
 
     /// `reserve_bytes` bounds every later cap. No memory is committed yet. A cap counts in whole
     /// steps and must hold at least one, else `Error`.
@@ -87,6 +88,10 @@ class Arena {
 
     /// Gives memory behind the last live slot back to the system.
     void trim();
+
+    /// For debugging: overwrites slots as they are handed out and as they go free with `kPoison`,
+    /// so that bytes read before their copy arrived, or after their slot was given back, show.
+    void set_poisoning(bool on);
 
     std::size_t cap_bytes();
     std::size_t live_bytes();  ///< in live slots, rounded
@@ -113,6 +118,7 @@ class Arena {
 
     std::mutex mutex_;  // guards everything below but released_
     SlotAllocator allocator_;
+    bool poisoning_ = false;
     std::size_t backed_bytes_ = 0;
     std::size_t pinned_bytes_ = 0;  // of the first steps
     std::size_t peak_live_bytes_ = 0;

@@ -255,6 +255,9 @@ void bind_engine(py::module_& module) {
         "set_cap", [](std::size_t bytes) { runtime("set_cap").arena.set_cap(bytes); },
         py::arg("cap_bytes"));
     module.def(
+        "set_poisoning", [](bool on) { runtime("set_poisoning").arena.set_poisoning(on); },
+        py::arg("on"));
+    module.def(
         "set_max_in_flight_bytes",
         [](std::size_t bytes) {
             runtime("set_max_in_flight_bytes").engine.set_max_in_flight_bytes(bytes);
@@ -279,6 +282,14 @@ void bind_engine(py::module_& module) {
         "put_last", [](const Ticket& ticket) { runtime("put_last").engine.put_last(ticket); },
         py::arg("ticket"));
     module.def("set_disk", &set_disk, py::arg("directory"), py::arg("cap_bytes"));
+    module.def(
+        "allocate",
+        [](std::size_t bytes) {
+            Arena& arena = runtime("allocate").arena;
+            py::gil_scoped_release release;
+            return arena.allocate(bytes);
+        },
+        py::arg("nbytes"));
     module.def("retire", [] { runtime("retire").engine.retire(); });
     module.def("drain", &drain);
     module.def("trim", [] { runtime("trim").arena.trim(); });

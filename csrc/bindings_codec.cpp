@@ -51,7 +51,7 @@ std::unique_ptr<py::gil_scoped_release> released_for(Codec codec, const TensorLa
 
 void encode(int device, const std::string& codec, const std::string& dtype, std::uintptr_t address,
             const Sizes& shape, const Sizes& strides, std::uintptr_t encoded_address,
-            StreamHandle stream, std::optional<std::uint64_t> seed) {
+            StreamHandle stream, std::optional<std::uint64_t> seed, int threads) {
     const Codec with = codec_of("encode", codec);
     const TensorLayout layout = layout_of("encode", dtype, shape, strides);
     const auto* const source = reinterpret_cast<const void*>(address);
@@ -62,12 +62,12 @@ void encode(int device, const std::string& codec, const std::string& dtype, std:
     }
     check_host("encode", device, stream);
     const auto released = released_for(with, layout);
-    encode_host(with, layout, source, encoded, seed);
+    encode_host(with, layout, source, encoded, seed, threads);
 }
 
 void decode(int device, const std::string& codec, const std::string& dtype,
             std::uintptr_t encoded_address, std::uintptr_t address, const Sizes& shape,
-            const Sizes& strides, StreamHandle stream) {
+            const Sizes& strides, StreamHandle stream, int threads) {
     const Codec with = codec_of("decode", codec);
     const TensorLayout layout = layout_of("decode", dtype, shape, strides);
     const auto* const encoded = reinterpret_cast<const void*>(encoded_address);
@@ -78,7 +78,7 @@ void decode(int device, const std::string& codec, const std::string& dtype,
     }
     check_host("decode", device, stream);
     const auto released = released_for(with, layout);
-    decode_host(with, layout, encoded, destination);
+    decode_host(with, layout, encoded, destination, threads);
 }
 
 }  // namespace
@@ -94,10 +94,10 @@ void bind_codec(py::module_& module) {
         py::arg("codec"), py::arg("dtype"), py::arg("shape"));
     module.def("encode", &encode, py::arg("device"), py::arg("codec"), py::arg("dtype"),
                py::arg("address"), py::arg("shape"), py::arg("strides"), py::arg("encoded_address"),
-               py::arg("stream"), py::arg("seed") = py::none());
+               py::arg("stream"), py::arg("seed") = py::none(), py::arg("threads") = 0);
     module.def("decode", &decode, py::arg("device"), py::arg("codec"), py::arg("dtype"),
                py::arg("encoded_address"), py::arg("address"), py::arg("shape"), py::arg("strides"),
-               py::arg("stream"));
+               py::arg("stream"), py::arg("threads") = 0);
 }
 
 }  // namespace offload

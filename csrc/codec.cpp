@@ -142,9 +142,8 @@ void check_seed(const char* function, Codec codec, const std::optional<std::uint
 
 Codec codec_of(const char* function, const std::string& name) {
     const auto found = std::find(kCodecNames.begin(), kCodecNames.end(), name);
-    OFFLOAD_CHECK(found != kCodecNames.end(), function,
-                  ": expected codec fp8, int8 or bits, got '", name,
-                  "'. Choose one of these.");
+    OFFLOAD_CHECK(found != kCodecNames.end(), function, ": expected codec fp8, int8 or bits, got '",
+                  name, "'. Choose one of these.");
     return static_cast<Codec>(found - kCodecNames.begin());
 }
 

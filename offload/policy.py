@@ -106,6 +106,10 @@ class Policy:
             formula that is slow and easy to trust, `"auto"` the fastest for the device.
         loss_chunk_tokens: tokens whose logits exist at once where a transformers model computes its
             loss. None: as many as make 128 MiB; 0 leaves the model's loss alone.
+        debug: finds out why numbers are wrong. Whatever leaves the device gets a checksum that is
+            compared when it comes back, and memory that holds nothing valid yet, or nothing any
+            more, is filled with NaN. Slow, since every copy is waited for; on for all of the
+            process from the first policy that asks for it. Needs the package xxhash.
 
     Raises:
         ValueError: if a value is out of range.
@@ -123,6 +127,7 @@ class Policy:
     min_bytes: int | str = 1 << 20
     attention: str = "auto"
     loss_chunk_tokens: int | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -143,6 +148,8 @@ class Policy:
                     f"Policy: expected host_bytes >= 64 MiB, got {self.host_bytes}. Use "
                     "tier='device' to stay off the host."
                 )
+        if not isinstance(self.debug, bool):
+            raise TypeError(f"Policy: expected a bool for debug, got {self.debug!r}.")
         self._check_disk()
         object.__setattr__(self, "codec", _codecs(self.codec))
 

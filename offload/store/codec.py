@@ -54,8 +54,8 @@ def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> torch.T
     """Encodes a tensor into a new buffer on its device.
 
     On a card this is one kernel on the current stream. On the CPU it runs on the calling thread,
-    with helpers for large tensors, and returns when it is done. An expanded dimension is written
-    out: encode what lies below it instead.
+    for large tensors on up to `torch.get_num_threads()`, and returns when it is done. An expanded
+    dimension is written out: encode what lies below it instead.
 
     Args:
         tensor: `[..., L]`, any strides, at most 8 dimensions. Every 128 values along `L` share a
@@ -87,6 +87,7 @@ def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> torch.T
             encoded.data_ptr(),
             compute_stream(tensor.device),
             None if seed is None else seed & (1 << 64) - 1,
+            torch.get_num_threads(),
         )
     return encoded
 
@@ -137,6 +138,7 @@ def decode(
             tuple(result.shape),
             result.stride(),
             compute_stream(encoded.device),
+            torch.get_num_threads(),
         )
     return result
 

@@ -125,6 +125,15 @@ def set_host_cap(cap_bytes: int) -> None:
     _set_cap(named_budget(cap_bytes, reserved, committed_bytes), reserved)
 
 
+def set_poisoning(on: bool) -> None:
+    """Overwrites arena memory as it is handed out and as it goes free; for debugging."""
+    if on:
+        _ensure_arena()
+    if _native.started():
+        with native_errors():
+            _native.set_poisoning(on)
+
+
 def cap_reason() -> str:
     """Says where the arena's cap comes from; empty before the arena was made."""
     return _limits.cap.reason if _limits.cap else ""

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _native
 from offload.errors import OffloadError, TicketPoisoned
-from offload.store import engine
+from offload.store import debug, engine
 from offload.store.encoding import encoding_of
 from offload.store.identity import TensorKey, nbytes_of, storage_reference, tensor_key
 from offload.store.layout import compact
@@ -64,6 +64,18 @@ class Store:
         ] = {}
         self._sweep_at = SWEEP_ENTRIES  # doubles with what lives, so that sweeps cost a constant
         self._untimed: deque[tuple[_native.Copy, Record, bool]] = deque()
+        self._debug = False
+
+    def set_debug(self, on: bool) -> None:
+        """Switches the debug mode (`offload.store.debug`) for what is stored from now on.
+
+        Raises:
+            OffloadError: if the package `xxhash` is missing.
+        """
+        if on:
+            debug.require_xxhash()
+        engine.set_poisoning(on)
+        self._debug = on
 
     # -- storing ---------------------------------------------------------------------------------
 
@@ -136,6 +148,8 @@ class Store:
         if record is not None and encoding is not None and encoding.loses:
             record.note_error(role, tensor, lambda: encoding.decode(source))
         ticket = Ticket(self, tensor, record, ahead_bytes, native, layout, encoding)
+        if self._debug:
+            ticket.checksum = debug.checksum(source, layout.nbytes)
         entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
         with self._lock:
             self._sources.setdefault(tensor.device, deque()).append(entry)
@@ -220,6 +234,7 @@ class Store:
         try:
             with engine.native_errors():
                 reload.copy.wait(stream)
+            ticket.check_bytes(reload.buffer)
         except TicketPoisoned as error:
             ticket.poison = str(error)
             raise
@@ -249,6 +264,8 @@ class Store:
         assert ticket.layout is not None
         stream = engine.compute_stream(ticket.device)
         buffer = ticket.layout.new_buffer(ticket.device)
+        if self._debug:
+            debug.poison(buffer)
         try:
             start = engine.try_reload if hint else engine.reload
             copy = start(ticket.native, buffer, stream)

@@ -10,6 +10,7 @@ import torch
 
 from offload import _native
 from offload.errors import TicketPoisoned
+from offload.store import debug
 from offload.store.encoding import Encoding
 from offload.store.identity import nbytes_of
 from offload.store.layout import Layout
@@ -58,6 +59,7 @@ class Ticket:
         self.encoding = encoding
         self.prefetched: Prefetched | None = None
         self.previous: weakref.ref[Ticket] | None = None
+        self.checksum: int | None = None  # of the stored bytes, in debug mode
         self._store = store
         self._kept = tensor if native is None else None
         self._kept_version = version_of(tensor)
@@ -115,7 +117,18 @@ class Ticket:
             slot = _native.host_slot(self.native)
         except _native.CopyFailed as error:
             raise TicketPoisoned(str(error)) from error
-        return torch.frombuffer(slot, dtype=torch.uint8)
+        view = torch.frombuffer(slot, dtype=torch.uint8)
+        self.check_bytes(view)
+        return view
+
+    def check_bytes(self, buffer: torch.Tensor) -> None:
+        """In debug mode, raises TicketPoisoned unless a buffer holds the bytes that were stored."""
+        if self.checksum is None:
+            return
+        nbytes = nbytes_of(buffer)
+        got = debug.checksum(buffer, nbytes)
+        if got != self.checksum:
+            raise TicketPoisoned(debug.describe_difference(self.checksum, got, nbytes))
 
     def kept_tensor(self) -> torch.Tensor | None:
         """Hands out what a ticket of tier `device` holds.

@@ -1,6 +1,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -54,6 +55,29 @@ TEST(arena_slot_is_writable_and_has_the_size_asked_for) {
     CHECK(statistics.live_bytes == kStep + 4096);
     CHECK(statistics.peak_live_bytes == kStep + 4096);
     CHECK(statistics.peak_committed_bytes == 2 * kStep);
+}
+
+TEST(arena_poisons_slots_as_they_are_handed_out_and_as_they_go_free) {
+    Arena arena(4 * kStep, 4 * kStep);
+    const auto all_are = [](const unsigned char* data, std::size_t bytes, unsigned char value) {
+        return std::all_of(data, data + bytes, [=](unsigned char byte) { return byte == value; });
+    };
+    const auto neighbour = arena.allocate(5000);
+    CHECK(all_are(neighbour->data(), 5000, 0));
+    arena.set_poisoning(true);
+    auto slot = arena.allocate(10'000);
+    unsigned char* const data = slot->data();
+    CHECK(all_are(data, 10'000, Arena::kPoison));
+    std::memset(data, 7, 10'000);
+    slot.reset();
+    arena.statistics();  // takes note of what went free
+    CHECK(all_are(data, 10'000, Arena::kPoison));
+    CHECK(all_are(neighbour->data(), 5000, 0));
+    arena.set_poisoning(false);
+    std::memset(data, 7, 10'000);
+    slot = arena.allocate(10'000);
+    CHECK(slot->data() == data);
+    CHECK(all_are(data, 10'000, 7));
 }
 
 TEST(arena_refuses_a_cap_below_one_step_or_above_its_reservation) {
