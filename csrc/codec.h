@@ -6,8 +6,7 @@
 ///
 ///     codes   uint8   [R, L]               row-major whatever the tensor's strides were
 ///     padding                              to the next multiple of 16 bytes
-///     scales  float32 [R, ceil(L / 128)]   one for each 128 values of a row; the last may hold
-///     less
+///     scales  float32 [R, ceil(L / 128)]   one for each 128 values of a row, or what is left
 ///
 /// In each block, with `limit` 448 for fp8 and 127 for int8, all in float32:
 ///
@@ -19,12 +18,10 @@
 /// - fp8: e4m3 with denormals. Inf becomes the largest code, 448. NaN stays NaN with its sign, zero
 ///   keeps its sign. A value below amax * 2^-19 becomes zero.
 /// - int8: -127 to 127. Inf becomes 127 or -127; -128 stands for NaN, whose sign is lost, as is
-/// that
-///   of zero.
-/// - Blocks whose amax is below 2^-100 lose precision, so that no scale, factor or decoded value is
-/// a
-///   denormal float32 and flushing those changes nothing. An Inf beside nothing but zeros comes
-///   back as 2^-100.
+///   that of zero.
+/// - Blocks whose amax is below 2^-100 lose precision, so that no scale, factor or decoded value
+///   is a denormal float32, and flushing those changes nothing. An Inf beside nothing but zeros
+///   comes back as 2^-100.
 /// - With a seed, rounding is stochastic: up with the probability of the fraction, so that the mean
 ///   is unbiased. The same seed, shape and values give the same bytes, on every device.
 ///

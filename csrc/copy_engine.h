@@ -3,22 +3,18 @@
 ///
 /// NOTE [ordering]: the rules of the copy engine. Each has a test of the same number.
 ///   1. A D2H copy starts after an event recorded on the compute stream at the moment of the call.
-///   2. The source must stay referenced until its copy is done; the caller keeps it, `Copy::done`
-///   tells.
-///      Bytes in flight are bounded: `offload` waits for the oldest copies when they exceed the
-///      bound.
-///   3. A reload waits for an event recorded on the compute stream after the buffer was allocated,
-///   AND
-///      for its ticket's own D2H event, on every path; the consumer waits for the H2D event.
+///   2. The source must stay referenced until its copy is done: the caller keeps it, and asks
+///      `Copy::done`. Bytes in flight are bounded: `offload` waits for the oldest copies beyond it.
+///   3. A reload waits for an event recorded on the compute stream after its buffer was allocated,
+///      AND for its ticket's own D2H event, on every path; the consumer waits for the H2D event.
 ///   4. A slot is reused only after the last copy that reads or writes it: copies own their slot.
 ///   5. A buffer of ours may be overwritten by work queued after `offload_copy->wait(stream)`.
 ///   6. A reload buffer dropped unused must stay referenced until its copy is done (as rule 2).
 ///   7. A buffer is handed to the stream it was allocated for; the store reloads anew for another
 ///   one.
 ///   8. Queues and events belong to the tensor's device, never to the current one.
-///   9. Dropping a ticket, copy or slot only marks; nothing waits, no Python lock is taken. Offload
-///   and
-///      reload refuse while the compute stream is captured.
+///   9. Dropping a ticket, copy or slot only marks; nothing waits, no Python lock is taken.
+///      Offload and reload refuse while the compute stream is captured.
 ///  10. Arena memory is MADV_DONTFORK.
 ///  11. A view of a slot owns the slot. A failed copy poisons its ticket, not the engine.
 ///  12. An event is a handle on its latest marker (device.h); no exception leaves a worker.
