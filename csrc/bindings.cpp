@@ -106,7 +106,7 @@ void synchronize(const Copy& copy) {
 
 void drain() {
     CopyEngine& engine = runtime("drain").engine;
-    if (!engine.idle()) {
+    if (!engine.drained()) {
         py::gil_scoped_release release;
         engine.drain();
     }

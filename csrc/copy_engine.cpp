@@ -296,7 +296,10 @@ bool CopyEngine::idle() {
 void CopyEngine::drain() {
     check_usable("drain");
     wait_for_all();
+    residency_.drain();
 }
+
+bool CopyEngine::drained() { return idle() && residency_.idle(); }
 
 void CopyEngine::close() {
     owner_.check("close");

@@ -124,8 +124,12 @@ class CopyEngine {
     /// they brought, where that is due. Never blocks.
     void retire();
 
-    /// Waits for every copy in flight, then retires. Failures stay with their tickets.
+    /// Waits for every copy and disk transfer in flight, then retires. Failures stay with their
+    /// tickets.
     void drain();
+
+    /// True when `drain` would not block.
+    bool drained();
 
     /// Drains and frees the queues; later calls throw `EngineUnusable`, but `close` does nothing
     /// again. Tickets and copies stay readable, destroying them harmless.

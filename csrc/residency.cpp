@@ -22,7 +22,7 @@ Residency::Residency(Arena& arena) : arena_(arena) {}
 Residency::~Residency() = default;
 
 void Residency::set_disk(std::unique_ptr<DiskTier> disk) {
-    std::unique_ptr<DiskTier> former;
+    std::shared_ptr<DiskTier> former;
     {
         Lock lock(mutex_);
         OFFLOAD_CHECK(disk_ == nullptr || disk_->statistics().live_extents == 0,
@@ -332,16 +332,28 @@ const char* Residency::tier_of(const Resident& resident) {
 }
 
 void Residency::drain() {
+    std::shared_ptr<DiskTier> disk;
+    {
+        Lock lock(mutex_);
+        changed_.wait(lock, [this] { return transfers_ == 0; });
+        disk = disk_;
+    }
+    if (disk != nullptr) {
+        disk->drain();  // callbacks end a little after they have told us
+    }
+}
+
+bool Residency::idle() {
     Lock lock(mutex_);
-    changed_.wait(lock, [this] { return transfers_ == 0; });
+    return transfers_ == 0;
 }
 
 void Residency::close() {
     drain();
-    DiskTier* disk = nullptr;
+    std::shared_ptr<DiskTier> disk;
     {
         Lock lock(mutex_);
-        disk = disk_.get();
+        disk = disk_;
     }
     if (disk != nullptr) {
         disk->close();  // waits for callbacks, which may want the lock

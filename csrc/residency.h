@@ -114,8 +114,11 @@ class Residency {
     /// `"host"` or `"disk"`: where a reload would have to take the bytes from.
     const char* tier_of(const Resident& resident);
 
-    /// Waits for all transfers.
+    /// Waits for all transfers, and for what they owned to be gone.
     void drain();
+
+    /// True when no transfer is under way.
+    bool idle();
 
     /// Drains and ends the disk's threads.
     void close();
@@ -142,7 +145,7 @@ class Residency {
     Arena& arena_;
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::unique_ptr<DiskTier> disk_;
+    std::shared_ptr<DiskTier> disk_;
     std::uint64_t next_order_ = 1;
     Order in_arena_;  // with a slot; may name residents that are gone
     Order on_disk_;   // without one

@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import offload
 from offload import _native
 from offload.errors import ArenaFull, OffloadError
 from offload.store import default_store, engine
 from tests.conftest import settle
-from tests.models import assert_same_step, blocks, on, twins
+from tests.models import Stack, assert_same_step, blocks, on, twins
 
 CAP = 64 << 20
 TENSOR = 8 << 20  # bytes; eight fill the arena
@@ -35,6 +36,17 @@ def disk(store, tmp_path):
     assert list(tmp_path.iterdir()) == []
     engine.end_disk()
     engine.set_host_cap(former)
+
+
+class Scale(nn.Module):
+    """A layer that costs next to nothing, for large inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((512,), 0.5))
+
+    def forward(self, hidden):
+        return hidden + self.weight * hidden
 
 
 def numbered(count):
@@ -104,12 +116,12 @@ def test_every_dtype_stride_and_size_comes_back_bit_for_bit(store, disk):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("mode", ["tiled", "checkpoint"])
 def test_a_step_over_the_disk_is_bit_equal_to_one_without(store, disk, tier, mode):
-    options = {"mode": mode, "tile_tokens": 100, "min_bytes": 0}
+    options = {"mode": mode, "tile_tokens": 4096, "min_bytes": 0}
     policy = offload.Policy(tier=tier, disk=disk, disk_bytes="1GiB", host_bytes=CAP, **options)
-    stack = blocks(6, 512)
+    stack = Stack([Scale() for _ in range(7)])
     offload.wrap(stack, policy=offload.Policy(tier="device", **options))
     _, spilled = twins(stack, policy)
-    assert_same_step(stack, spilled, on(torch.randn(1, 6000, 512)), steps=2)
+    assert_same_step(stack, spilled, on(torch.randn(1, 8192, 512)), steps=2)  # 16 MiB a layer
     report = offload.report(spilled)
     assert report.disk.live_bytes == 0
     assert report.written_bytes_per_step > 0
@@ -156,13 +168,14 @@ def test_the_directory_cannot_change_under_tickets(store, disk, tmp_path_factory
 TRAINING = """
     import sys, torch, offload
     from offload import _native
-    from tests.models import blocks
-    stack = blocks(8, 512)
+    from tests.models import Stack
+    from tests.store.test_disk import Scale
+    stack = Stack([Scale() for _ in range(9)])
     policy = offload.Policy(
-        tier="host", disk=sys.argv[1], host_bytes="64MiB", min_bytes=0, tile_tokens=500
+        tier="host", disk=sys.argv[1], host_bytes="64MiB", min_bytes=0, tile_tokens=4096
     )
     offload.wrap(stack, policy=policy)
-    loss = stack(torch.randn(1, 8000, 512)).sum()
+    loss = stack(torch.randn(1, 8192, 512)).sum()
     assert _native.disk_statistics().live_bytes > 0
     print("in the middle", flush=True)
 """

@@ -266,7 +266,7 @@ def test_a_host_view_outlives_its_ticket_and_blocks_reuse_of_the_slot(store):
     store.synchronize()
     others = [store.offload(torch.zeros(4096, dtype=torch.int32)) for _ in range(4)]
     store.synchronize()
-    assert all(other.native.slot.address != address for other in others)
+    assert all(_native.host_slot(other.native).address != address for other in others)
     assert torch.equal(view.view(torch.int32), tensor)
     del view, others
 
