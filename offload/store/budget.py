@@ -62,7 +62,13 @@ def tightest_headroom(
 
 
 def free_disk_bytes(directory: str) -> int:
-    """Returns 90 % of what an unprivileged user may still write to a directory's file system.
+    """Says how much may lie on a disk where the policy names no cap.
+
+    Args:
+        directory: on that disk.
+
+    Returns:
+        90 % of what an unprivileged user may still write to its file system.
 
     Raises:
         OffloadError: if there is no such directory.

@@ -41,10 +41,10 @@ def checksum(tensor: torch.Tensor, nbytes: int) -> int:
     """
     import xxhash
 
-    begin = tensor.storage_offset() * tensor.element_size()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    raw.set_(tensor.untyped_storage(), begin, (nbytes,))
-    return xxhash.xxh3_64_intdigest(raw.cpu().numpy())
+    storage, begin = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    raw = torch.tensor([], dtype=torch.uint8, device=tensor.device)
+    raw = raw.set_(storage, begin, (nbytes,), (1,))
+    return xxhash.xxh3_64_intdigest(raw.cpu().numpy().tobytes())
 
 
 def describe_difference(expected: int, got: int, nbytes: int) -> str:

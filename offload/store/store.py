@@ -67,7 +67,10 @@ class Store:
         self._debug = False
 
     def set_debug(self, on: bool) -> None:
-        """Switches the debug mode (`offload.store.debug`) for what is stored from now on.
+        """Switches the debug mode (`offload.store.debug`).
+
+        Args:
+            on: for what is stored from now on.
 
         Raises:
             OffloadError: if the package `xxhash` is missing.
