@@ -50,6 +50,7 @@ def store():
     """The process's store, with nothing in it before and after the test."""
     store = default_store()
     settle(store)
+    assert not _native.started() or _native.disk_statistics().cap_bytes == 0
     yield store
     settle(store)
     store.retire()
