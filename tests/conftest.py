@@ -22,13 +22,14 @@ warnings.filterwarnings(
 
 
 FEW_LONG_TESTS = (
-    "test_examples.py",
+    "test_codec_steps.py",
     "test_smollm2.py",
     "test_tiled_memory.py",
     "test_tiled_distributed.py",
     "test_head_training.py",
     "test_processes.py",
     "test_step.py",
+    "test_examples.py",
     "test_native.py",
 )
 
