@@ -30,7 +30,8 @@ def test_every_part_is_measured_and_recorded(tmp_path):
         f"{name} {way}" for name in ("fp8", "int8") for way in ("encode", "decode")
     }
     disk = [row for row in rows if row["what"] == "disk"]
-    assert [row["name"] for row in disk] == ["raw loop", disk[1]["name"], "raw loop"]
+    assert disk[0]["name"] == "raw loop"
+    assert disk[1]["name"].startswith("tier")
     for row in rows:
         assert {"commit", "dirty", "machine", "torch", "started", "device"} <= row.keys()
         rates = [value for key, value in row.items() if key.endswith("gb_per_s")]
