@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.table import Table
 
 import offload
 from bench import models, table, tasks
-from bench.environment import describe_device, describe_environment
+from bench.environment import begin_record
 from bench.runner import write_json
 from bench.spec import StepSpec
 from offload.policy import CODECS
@@ -51,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
         "smollm2", args.tokens, dtype=args.dtype, device=args.device, input_directory=directory
     )
     row: Row = {
-        "bench": "codec",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **describe_environment(),
-        "device": describe_device(args.device),
+        **begin_record("codec", args.device),
         "codec": codec,
         "tile_tokens": args.tile,
         "tokens": args.tokens,

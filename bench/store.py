@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from rich.table import Table
 
 from bench import rates, table
-from bench.environment import describe_device, describe_environment
+from bench.environment import begin_record
 from bench.methods import SPILL_DIRECTORY
 from bench.runner import write_json
 from offload.policy import parse_bytes
@@ -54,12 +53,7 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    shared = {
-        "bench": "store",
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **describe_environment(),
-        "device": describe_device(args.device),
-    }
+    shared = begin_record("store", args.device)
     rows = [shared | row for part in parts for row in _measure(part, args, device)]
     for part in parts:
         print_part([row for row in rows if row["what"] == part])
