@@ -161,8 +161,8 @@ def print_row(row: Row) -> None:
         shown.add_column(column, justify="left" if column == "" else "right")
     if "gradient_cosines" in row:
         _add_extremes(shown, "gradient cosine of a layer", row["gradient_cosines"], ".6f")
-        for role in row["codec_errors"][0]:
-            errors = [100 * layer[role] for layer in row["codec_errors"]]
+        for role in row["codec_errors"][0]:  # the final norm has an input alone
+            errors = [100 * layer[role] for layer in row["codec_errors"] if role in layer]
             _add_extremes(shown, f"relative error of {role}, %", errors, ".3f")
     screen = table.console()
     screen.print(shown)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a machine with a card can tell in under 8 minutes: the CUDA build, the tests that need a
+# What a machine with a card can tell in under 10 minutes: the CUDA build, the tests that need a
 # card, the store bench, and the step bench on a 1B Llama shape under two memory limits. Uses the
 # python3 that is there (with torch, transformers, pybind11, cmake, ninja, rich and matplotlib), no
 # venv.

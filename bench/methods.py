@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.spec import REPOSITORY, StepSpec
 
-SPILL_DIRECTORY = REPOSITORY / "build" / "bench"
-
 if TYPE_CHECKING:
     import offload
 
@@ -50,6 +48,15 @@ def _save_on_cpu(model: Any, spec: StepSpec) -> Any:
     return model
 
 
+def spill_directory(asked: str | None) -> str:
+    """Returns the directory that --disk names, or makes the default one."""
+    if asked is None:
+        directory = REPOSITORY / "build" / "bench"
+        directory.mkdir(parents=True, exist_ok=True)
+        return str(directory)
+    return asked
+
+
 def _without_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -82,7 +89,7 @@ class Method:
 
         asked = {"tier": spec.tier, "tile_tokens": spec.tile}
         if self.spills:
-            asked |= {"disk": spec.disk or str(SPILL_DIRECTORY), "host_bytes": spec.host_bytes}
+            asked |= {"disk": spill_directory(spec.disk), "host_bytes": spec.host_bytes}
         given = {name: value for name, value in asked.items() if value is not None}
         return offload.Policy(**(given | self.policy))
 
@@ -92,8 +99,6 @@ class Method:
             return self.prepare_baseline(model, spec)
         import offload
 
-        if self.spills and spec.disk is None:
-            SPILL_DIRECTORY.mkdir(parents=True, exist_ok=True)
         return offload.wrap(model, policy=self.make_policy(spec))
 
     def describe(self, model: Any, spec: StepSpec) -> dict[str, Any]:

@@ -255,7 +255,6 @@ def _tier_disk(directory: str, nbytes: int) -> Row:
     tickets = [store.offload(tensor.clone(), leaves=True) for _ in range(count)]
     while any(ticket.tier == "host" for ticket in tickets):
         store.synchronize()
-        time.sleep(0.001)
     for ticket in reversed(tickets):
         ticket.reload()
     after = _native.disk_statistics()

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bench import rates, table
 from bench.environment import begin_record
-from bench.methods import SPILL_DIRECTORY
+from bench.methods import spill_directory
 from bench.runner import write_json
 from offload.policy import parse_bytes
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=16, help="of the allocation part")
     parser.add_argument("--shape", default="70000x3072", help="of each, in bfloat16")
     parser.add_argument("--codec-bytes", type=parse_bytes, default=64 << 20)
-    parser.add_argument("--disk", default=str(SPILL_DIRECTORY), help="directory on the drive")
+    parser.add_argument("--disk", help="directory on the drive; default: build/bench")
     parser.add_argument("--disk-bytes", type=parse_bytes, default=1 << 30)
     parser.add_argument("--copy-bytes", type=parse_bytes, default=256 << 20)
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of codecs and copies")
@@ -68,10 +68,8 @@ def _measure(part: str, args: argparse.Namespace, device: torch.device) -> Itera
     if part == "codec":
         return rates.measure_codecs(args.codec_bytes, device, args.rounds)
     if part == "disk":
-        if args.disk == str(SPILL_DIRECTORY):
-            SPILL_DIRECTORY.mkdir(parents=True, exist_ok=True)
         size = max(rates.DISK_TENSOR_BYTES, args.disk_bytes)
-        return rates.measure_disk(args.disk, size - size % rates.DISK_TENSOR_BYTES)
+        return rates.measure_disk(spill_directory(args.disk), size - size % rates.DISK_TENSOR_BYTES)
     if device.type != "cuda":
         return []  # the host's own copies are memcpy
     return rates.measure_copies(args.copy_bytes, device, args.rounds)

@@ -166,8 +166,9 @@ class Policy:
 
     @property
     def codecs(self) -> Codecs:
-        """The codec of each role."""
-        return _codecs(self.codec)
+        """The codec of each role, which is what `codec` was turned into."""
+        assert isinstance(self.codec, Codecs)
+        return self.codec
 
 
 def _codecs(codec: object) -> Codecs:

@@ -105,13 +105,14 @@ def test_a_record_can_be_printed(capsys):
             "device": "a processor",
             "commit": "0123456789abcdef",
             "gradient_cosines": [0.5, 0.75, 1.0],
-            "codec_errors": [{"kv": 0.02}],
+            "codec_errors": [{"input": 0.03, "kv": 0.02}, {"input": 0.03}],
             "offloaded_bytes": [1000, 515],
             "loss_curves": {"lossless": [3.0, 2.0], "lossy": [3.0, 2.5]},
         }
     )
     printed = capsys.readouterr().out
     assert "0.500000" in printed
+    assert "relative error of kv, %" in printed
     assert "515 of 1,000 bytes, 0.515" in printed
     assert "loss at step 2: 2.0000 lossless, 2.5000 lossy" in printed
     store.print_part([])
