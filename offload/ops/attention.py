@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from offload.ops import _torch, reference_attention
 from offload.ops._torch import unit_last_stride
+from offload.ops.backends import choose_backend
 from offload.ops.intervals import (
-    Part,
-    Rows,
     causal_intervals,
     check_intervals,
     full_intervals,
     limit_window,
     slice_rows,
 )
-from offload.ops.reference_attention import Backend, wide_dtype
+from offload.ops.key_blocks import KeyBlock, seen_keys
+from offload.ops.reference_attention import wide_dtype
 from offload.ops.routing import AttentionCall, current_route
 
 TILE_TOKENS = 2048
@@ -37,52 +35,6 @@ TILE_TOKENS = 2048
 
 A mask of that size is 16 MiB in float32, and a kernel's launch no longer shows at it.
 """
-
-
-@dataclass(eq=False)
-class KeyBlock:
-    """Keys and values of neighbouring tokens, and the accumulators of their gradients.
-
-    Holds the tensors it is given, by reference; only keys or values whose last stride is not 1 are
-    copied, once, since no kernel reads them. `attend_backward` allocates `dk` and `dv` when a row
-    first sees the block. They stay None for a block that no row sees: its gradients are 0.
-
-    Args:
-        k: `[B, Hk, N, D]`.
-        v: `[B, Hk, N, Dv]`.
-        start: position of the first key in the sequence.
-        dk: `[B, Hk, N, D]`, max(float32, dtype of k), or None.
-        dv: `[B, Hk, N, Dv]`, max(float32, dtype of v), or None.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    start: int
-    dk: torch.Tensor | None = None
-    dv: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.k, self.v = unit_last_stride(self.k), unit_last_stride(self.v)
-
-    @property
-    def end(self) -> int:
-        """Position behind the last key."""
-        return self.start + self.k.shape[2]
-
-
-def _backend(function: str, name: str) -> Backend:
-    """The one place where a backend is picked."""
-    if name in ("auto", "torch"):
-        return _torch
-    if name == "reference":
-        return reference_attention
-    if name == "triton":
-        raise NotImplementedError(
-            f"{function}: expected a backend that exists, got 'triton'. Use 'auto'."
-        )
-    raise ValueError(
-        f"{function}: expected backend 'auto', 'torch' or 'reference', got {name!r}. Use 'auto'."
-    )
 
 
 @torch.no_grad()
@@ -112,24 +64,23 @@ def attend(
         softcap: bound of the logits, `softcap * tanh(logit / softcap)`; 0 for none.
         carry: `(out, lse)` over other keys to continue from.
         out_dtype: dtype of `out`; None for q's. Give float32 to a result that will be a `carry`.
-        backend: "auto", "torch" or "reference".
+        backend: "auto", "triton", "torch" or "reference".
 
     Returns:
         `out` `[B, H, T, Dv]`, and `lse` `[B, H, T]` in max(float32, dtype of q). A row that sees no
         key has out 0 and lse -inf.
 
     Raises:
-        ValueError: if shapes or devices do not fit together.
+        ValueError: if shapes or devices do not fit together, or the backend does not take them.
         TypeError: if dtypes do not fit together.
-        NotImplementedError: if the backend does not exist yet.
 
     Source:
         Merging partial results by their logsumexp: Milakov and Gimelshein, arXiv:1805.02867, as in
         flash-attention (arXiv:2205.14135) between blocks and ring attention (arXiv:2310.01889)
         between devices. Here between kernel calls, with a mask of intervals for any block.
     """
-    kernels = _backend("attend", backend)
     shape = _checked_shape("attend", q, blocks, intervals, softcap)
+    kernels = choose_backend("attend", backend, q, shape[-1])
     wide = wide_dtype(q)
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if carry is not None:
@@ -139,17 +90,13 @@ def attend(
         return q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:3], dtype=wide)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q = unit_last_stride(q)
-    merged, owned = carry, False
     with _without_autocast(q.device):
-        for _, part, k, v in _seen_parts(q, blocks, intervals):
-            new = kernels.forward(q, k, v, part, scale, softcap)
-            merged = new if merged is None else _merge(*merged, *new, in_place=owned)
-            owned = True
-    if merged is None:
+        seen = seen_keys(blocks, intervals) if q.numel() else ()
+        result = kernels.attend(q, seen, scale, softcap, carry, out_dtype)
+    if result is None:
         lse = q.new_full(shape[:3], -torch.inf, dtype=wide)
         return q.new_zeros(shape, dtype=out_dtype), lse
-    copy = not owned  # of the carry
-    return merged[0].to(out_dtype, copy=copy), merged[1].to(wide, copy=copy)
+    return result
 
 
 @torch.no_grad()
@@ -180,73 +127,32 @@ def attend_backward(
         intervals: `[B or 1, T, 2]` int64, as in the forward.
         softmax_scale: as in the forward.
         softcap: as in the forward.
-        backend: "auto", "torch" or "reference".
+        backend: "auto", "triton", "torch" or "reference".
 
     Returns:
         `dq` `[B, H, T, D]` in q's dtype, accumulated over the blocks in max(float32, dtype).
 
     Raises:
-        ValueError: if shapes or devices do not fit together.
+        ValueError: if shapes or devices do not fit together, or the backend does not take them.
         TypeError: if dtypes do not fit together.
-        NotImplementedError: if the backend does not exist yet.
     """
-    kernels = _backend("attend_backward", backend)
     shape = _checked_shape("attend_backward", q, blocks, intervals, softcap)
+    kernels = choose_backend("attend_backward", backend, q, shape[-1])
     _check_like("attend_backward", "d_out", d_out, shape)
     _check_like("attend_backward", "out", out, shape)
     _check_like("attend_backward", "lse", lse, shape[:3])
     if q.device.type == "meta":
         for block in blocks:
-            _accumulators(block)
+            block.accumulators()
         return torch.empty_like(q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q = unit_last_stride(q)
     d_out, out = (unit_last_stride(x.to(q.dtype)) for x in (d_out, out))
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows without keys: exp(score - lse) is 0
-    dq: torch.Tensor | None = None
     with _without_autocast(q.device):
-        for block, part, k, v in _seen_parts(q, blocks, intervals):
-            dq_part, *kv_parts = kernels.backward(d_out, q, k, v, out, lse, part, scale, softcap)
-            dq = dq_part.to(wide_dtype(q)) if dq is None else dq.add_(dq_part)
-            begin, end = part.begin - block.start, part.end - block.start
-            for total, added in zip(_accumulators(block), kv_parts, strict=True):
-                total[:, :, begin:end].add_(added)
-    return torch.zeros_like(q) if dq is None else dq.to(q.dtype)
-
-
-def merge(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the attention of the same rows over two disjoint sets of keys.
-
-    Args:
-        out_a: `[B, H, T, Dv]` over the first keys.
-        lse_a: `[B, H, T]` over the first keys; -inf in rows that see none of them.
-        out_b: `[B, H, T, Dv]` over the second keys.
-        lse_b: `[B, H, T]` over the second keys; -inf in rows that see none of them.
-
-    Returns:
-        `out` and `lse` over both, in max(float32, dtype); new tensors.
-    """
-    return _merge(out_a, lse_a, out_b, lse_b, in_place=False)
-
-
-def _merge(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge`; with `in_place`, `out_a` may be overwritten by the result."""
-    wide = torch.promote_types(torch.promote_types(out_a.dtype, out_b.dtype), torch.float32)
-    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)); -inf - -inf would be NaN.
-    weight = torch.sigmoid(lse_b - lse_a).masked_fill_(lse_b == -torch.inf, 0.0)
-    weight = weight.unsqueeze(-1).to(wide)
-    a, b = out_a.to(wide), out_b.to(wide)
-    out = a.lerp_(b, weight) if in_place or a is not out_a else torch.lerp(a, b, weight)
-    return out, torch.logaddexp(lse_a, lse_b)
+        seen = seen_keys(blocks, intervals) if q.numel() else ()
+        dq = kernels.backward(d_out, q, seen, out, lse, scale, softcap)
+    return torch.zeros_like(q) if dq is None else dq
 
 
 class _Attention(torch.autograd.Function):
@@ -330,17 +236,16 @@ def attention(
             `lo[i] <= k < hi[i]`. Takes the place of `causal`.
         softmax_scale: factor of the logits; None for `D ** -0.5`.
         softcap: bound of the logits, `softcap * tanh(logit / softcap)`; 0 for none.
-        backend: "auto", "torch" or "reference"; where the executor takes the call, its policy
+        backend: "auto", "triton", "torch" or "reference"; where the executor takes the call, its policy
             decides.
 
     Returns:
         `[B, H, Sq, Dv]` in q's dtype; 0 for a query that sees no key.
 
     Raises:
-        ValueError: if shapes or devices do not fit together.
+        ValueError: if shapes or devices do not fit together, or the backend does not take them.
         TypeError: if dtypes do not fit together.
-        NotImplementedError: if the executor takes a call that is not causal, or the backend does
-            not exist yet.
+        NotImplementedError: if the executor takes a call that is not causal.
     """
     if _autocast_is_on(q.device):
         q, k, v = (_as_autocast(x) for x in (q, k, v))
@@ -383,29 +288,6 @@ def _intervals_of(
             "Pass intervals."
         )
     return full_intervals(rows, keys)
-
-
-def _seen_parts(
-    q: torch.Tensor, blocks: Sequence[KeyBlock], intervals: torch.Tensor
-) -> Iterator[tuple[KeyBlock, Part, torch.Tensor, torch.Tensor]]:
-    """Yields the blocks that a row sees, what the rows see of them, and those keys and values."""
-    if q.numel() == 0:
-        return
-    rows = Rows(intervals)
-    for block in blocks:
-        part = rows.part(block.start, block.end)
-        if part.begin < part.end:
-            seen = slice(part.begin - block.start, part.end - block.start)
-            k, v = (unit_last_stride(x[:, :, seen]) for x in (block.k, block.v))
-            yield block, part, k, v
-
-
-def _accumulators(block: KeyBlock) -> tuple[torch.Tensor, torch.Tensor]:
-    if block.dk is None:
-        block.dk = block.k.new_zeros(block.k.shape, dtype=wide_dtype(block.k))
-    if block.dv is None:
-        block.dv = block.v.new_zeros(block.v.shape, dtype=wide_dtype(block.v))
-    return block.dk, block.dv
 
 
 def _chunks(k: torch.Tensor, v: torch.Tensor, rows: int) -> list[KeyBlock]:

@@ -102,7 +102,8 @@ def _key_range(mask, rows, lo, hi, BLOCK_N: tl.constexpr):
 @triton.jit
 def _row_range(mask, batch, key_from, key_until, CAUSAL: tl.constexpr):
     """Returns where the rows that see some of a program's keys begin, where no mask is needed any
-    more, and where they end."""
+    more, and where they end.
+    """
     if CAUSAL:
         begin = tl.maximum(key_from - mask.first, 0)
         end = tl.minimum(key_until + mask.window - mask.first - 1, mask.rows)
@@ -169,8 +170,7 @@ def _logits(products, softmax_scale, softcap, SOFTCAP: tl.constexpr):
         power = tl.exp2(products * (2 * LOG2_E * softmax_scale / softcap))
         bounded = 1 - 2 / (power + 1)
         return bounded * (softcap * LOG2_E), 1 - bounded * bounded
-    else:
-        return products * (softmax_scale * LOG2_E), 1.0
+    return products * (softmax_scale * LOG2_E), 1.0
 
 
 # -- forward -------------------------------------------------------------------------------------
@@ -316,7 +316,14 @@ def forward_kernel(
 
 @triton.jit
 def delta_kernel(
-    d_out, out, delta, heads, row_count, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+    d_out,
+    out,
+    delta,
+    heads,
+    row_count,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
     """The sum over the head dim of `d_out * out`, which every gradient of a row needs."""
     batch = (tl.program_id(1) // heads).to(tl.int64)

@@ -9,8 +9,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from offload.ops.attention import KeyBlock, attend, attend_backward
+from offload.ops.attention import attend, attend_backward
 from offload.ops.intervals import causal_intervals, full_intervals
+from offload.ops.key_blocks import KeyBlock
 
 F64 = torch.float64
 BACKENDS = ["torch", "reference"]

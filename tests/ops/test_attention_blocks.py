@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
-from offload.ops.attention import KeyBlock, attend, attend_backward, attention, merge
+from offload.ops.attention import attend, attend_backward, attention
 from offload.ops.intervals import causal_intervals
+from offload.ops.key_blocks import KeyBlock
+from offload.ops.merging import merge
 from tests.ops.attention_cases import (
     BACKENDS,
     F64,

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from offload.ops import _torch
-from offload.ops.attention import TILE_TOKENS, KeyBlock, attend, attend_backward, attention
+from offload.ops.attention import TILE_TOKENS, attend, attend_backward, attention
 from offload.ops.intervals import causal_intervals, with_host_copy
+from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall, routed
 from tests.ops.attention_cases import (
     BACKENDS,
