@@ -236,8 +236,8 @@ def attention(
             `lo[i] <= k < hi[i]`. Takes the place of `causal`.
         softmax_scale: factor of the logits; None for `D ** -0.5`.
         softcap: bound of the logits, `softcap * tanh(logit / softcap)`; 0 for none.
-        backend: "auto", "triton", "torch" or "reference"; where the executor takes the call, its policy
-            decides.
+        backend: "auto", "triton", "torch" or "reference"; where the executor takes the call, its
+            policy decides.
 
     Returns:
         `[B, H, Sq, Dv]` in q's dtype; 0 for a query that sees no key.

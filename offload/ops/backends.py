@@ -80,9 +80,9 @@ def choose_backend(function: str, name: str, q: torch.Tensor, value_dim: int) ->
         return TORCH
     refusal = _triton_refusal(q, value_dim)
     if not refusal:
-        from offload.ops import _triton
+        from offload.ops.fused import backend
 
-        return _triton.BACKEND
+        return backend.BACKEND
     if name == "auto":
         return TORCH
     raise ValueError(
@@ -93,9 +93,9 @@ def choose_backend(function: str, name: str, q: torch.Tensor, value_dim: int) ->
 def _triton_refusal(q: torch.Tensor, value_dim: int) -> str:
     if not _has_triton():
         return "an environment without the package triton"
-    from offload.ops import _triton
+    from offload.ops.fused import backend
 
-    return _triton.refusal(q, value_dim)
+    return backend.refusal(q, value_dim)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Attention of one tile over one range of keys by the kernels of `triton_kernels`.
+"""Attention of one tile over one range of keys by the kernels of this folder.
 
 Legend: `B` batch, `H` heads, `Hk` KV heads, `T` rows of the tile, `N` keys, `D` head dim, `Dv` head
 dim of the values.
@@ -17,15 +17,16 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-from offload.ops import triton_kernels as kernels
 from offload.ops._torch import unit_last_stride
+from offload.ops.fused.backward import delta_kernel, key_backward_kernel, query_backward_kernel
+from offload.ops.fused.common import Mask, Operand
+from offload.ops.fused.forward import forward_kernel
+from offload.ops.fused.tiles import KernelTile, KernelTiles, tiles_for
 from offload.ops.intervals import Part, causal_pattern
 from offload.ops.key_blocks import SeenKeys
-from offload.ops.triton_kernels import Mask, Operand
-from offload.ops.triton_tiles import KernelTile, KernelTiles, tiles_for
 
 NO_WINDOW = 1 << 30
-INTERPRETED = isinstance(kernels.forward_kernel, InterpretedFunction)
+INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 """Whether the kernels run in Triton's interpreter, which takes tensors of the CPU."""
 
 _INTERPRETER_TILE = KernelTile(16, 32, 1, 1)
@@ -134,7 +135,7 @@ def forward(
     mask, causal = _mask_of(part, q.device)
     carry_out, carry_lse = (out, lse) if carry is None else carry
     _launch(
-        kernels.forward_kernel,
+        forward_kernel,
         (triton.cdiv(q.shape[2], tile.block_m), q.shape[0] * q.shape[1]),
         tile,
         q,
@@ -159,7 +160,7 @@ def delta_of(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     tile = KernelTile(64, 64, 4, 1)
     _launch(
-        kernels.delta_kernel,
+        delta_kernel,
         (triton.cdiv(rows, tile.block_m), batch * heads),
         tile,
         out,
@@ -192,16 +193,21 @@ def backward_queries(
 
     Args:
         d_out: `[B, H, T, Dv]`.
-        q, k, v, part, softmax_scale, softcap: as for `forward`.
+        q: as for `forward`.
+        k: as for `forward`.
+        v: as for `forward`.
         lse: `[B, H, T]` float32, contiguous, +inf in rows without keys.
         delta: of `delta_of`.
+        part: as for `forward`.
+        softmax_scale: as for `forward`.
+        softcap: as for `forward`.
         carry: `[B, H, T, D]`, the gradient through other keys, or None.
         dq: `[B, H, T, D]`; may be the carry.
     """
     tile = _tiles(q, v).queries
     mask, causal = _mask_of(part, q.device)
     _launch(
-        kernels.query_backward_kernel,
+        query_backward_kernel,
         (triton.cdiv(q.shape[2], tile.block_m), q.shape[0] * q.shape[1]),
         tile,
         q,
@@ -236,14 +242,22 @@ def backward_keys(
     """**Adds** the gradients of the keys and values of `part` to `dk` and `dv`.
 
     Args:
-        d_out, q, k, v, lse, delta, part, softmax_scale, softcap: as for `backward_queries`.
+        d_out: as for `backward_queries`.
+        q: as for `backward_queries`.
+        k: as for `backward_queries`.
+        v: as for `backward_queries`.
+        lse: as for `backward_queries`.
+        delta: as for `backward_queries`.
+        part: as for `backward_queries`.
+        softmax_scale: as for `backward_queries`.
+        softcap: as for `backward_queries`.
         dk: `[B, Hk, N, D]` float32.
         dv: `[B, Hk, N, Dv]` float32.
     """
     tile = _tiles(q, v).keys
     mask, causal = _mask_of(part, q.device)
     _launch(
-        kernels.key_backward_kernel,
+        key_backward_kernel,
         (triton.cdiv(k.shape[2], tile.block_n), k.shape[0] * k.shape[1]),
         tile,
         q,
