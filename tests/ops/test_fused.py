@@ -1,0 +1,184 @@
+"""The Triton kernels against the plain formula: on a card, or on the CPU by the interpreter."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.ops.attention import attend, attend_backward, attention
+from offload.ops.intervals import causal_intervals, causal_pattern
+from tests.ops.attention_cases import (
+    LAYOUTS,
+    MASKS,
+    cut,
+    masks,
+    tensors,
+    through_blocks,
+    truth,
+)
+
+backend = pytest.importorskip("offload.ops.fused.backend")
+DEVICE = "cpu" if backend.INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([] if backend.INTERPRETED else [torch.bfloat16])
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+pytestmark = pytest.mark.skipif(
+    not backend.INTERPRETED and not torch.cuda.is_available(), reason="needs a card or interpreter"
+)
+
+
+def exact(q, k, v, d_out, intervals, **options):
+    """out, lse, dq, dk, dv of the formula in float64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = truth(*leaves, intervals, **options)
+    grads = torch.autograd.grad(out, leaves, d_out.double(), allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    return [out.detach(), lse.detach(), *grads]
+
+
+def assert_right(actual, expected, dtype):
+    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        a = a.double().cpu()
+        assert torch.equal(a.isinf(), e.isinf()), name
+        scale = max(1.0, e[e.isfinite()].abs().max().item()) if e.isfinite().any() else 1.0
+        difference = (a - e)[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
+        assert difference <= TOLERANCES[dtype] * scale, f"{name}: {difference:.1e}"
+
+
+def check(case, intervals, *sizes, dtype=torch.float32, **options):
+    case = [x.to(dtype) for x in case]
+    expected = exact(*case, intervals, **options)
+    on_device = [x.to(DEVICE) for x in case]
+    actual = through_blocks(*on_device, intervals, *sizes, backend="triton", **options)
+    assert actual[0].dtype == actual[2].dtype == dtype
+    assert actual[1].dtype == actual[3].dtype == torch.float32
+    assert_right(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_over_several_key_blocks(mask):
+    check(tensors(), masks(63, 100)[mask], 30, 34)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+def test_head_dims_and_dtypes(dtype, head_dim):
+    case = tensors(batch=1, heads=2, kv_heads=1, rows=33, keys=70, head_dim=head_dim)
+    check(case, causal_intervals(37, 33), 37, dtype=dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (4, 4), (8, 1)])
+def test_heads_that_share_keys(heads, kv_heads):
+    case = tensors(batch=1, heads=heads, kv_heads=kv_heads, rows=17, keys=40)
+    check(case, masks(17, 40)["left padding"][1:], 23)
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed documents", "window"])
+def test_softcap_and_scale(mask):
+    check(tensors(), masks(63, 100)[mask], 50, softcap=1.5, scale=0.4)
+
+
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_layouts_are_read_where_they_lie(change):
+    case = tensors(batch=2, rows=20, keys=45)
+    check([change(x) for x in case], causal_intervals(25, 20), 25)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    past=st.integers(0, 50),
+    cuts=st.lists(st.integers(1, 80), max_size=4),
+    group=st.sampled_from([1, 2, 3]),
+    head_dim=st.sampled_from([16, 24, 64]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    seed=st.integers(0, 1000),
+)
+def test_any_intervals_and_any_split_of_the_keys(rows, past, cuts, group, head_dim, softcap, seed):
+    keys = rows + past
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.randint(0, keys + 1, (1, rows, 2), generator=generator)
+    case = tensors(batch=1, heads=2 * group, kv_heads=2, rows=rows, keys=keys, head_dim=head_dim)
+    ends = sorted({min(c, keys) for c in cuts} - {keys})
+    sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+    check(case, bounds, *sizes, softcap=softcap)
+
+
+def test_a_carry_is_continued_and_left_alone():
+    q, k, v, _ = (x.float().to(DEVICE) for x in tensors())
+    intervals = masks(63, 100)["left padding"]
+    first, second = cut(k, v, 60)
+    options = {"backend": "triton"}
+    whole = attend(q, [first, second], intervals, **options)
+    carry = attend(q, [first], intervals, out_dtype=torch.float32, **options)
+    kept = [x.clone() for x in carry]
+    continued = attend(q, [second], intervals, carry=carry, **options)
+    for a, b in zip(whole, continued, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(carry, kept, strict=True))
+
+
+def test_gradients_of_keys_are_added_to_what_is_there():
+    q, k, v, d_out = (x.float().to(DEVICE) for x in tensors())
+    intervals = masks(63, 100)["causal"]
+    blocks = cut(k, v, 60)
+    out, lse = attend(q, blocks, intervals, backend="triton")
+    once = attend_backward(d_out, q, blocks, out, lse, intervals, backend="triton")
+    sums = [(block.dk.clone(), block.dv.clone()) for block in blocks]
+    twice = attend_backward(d_out, q, blocks, out, lse, intervals, backend="triton")
+    assert torch.equal(once, twice)
+    for block, (dk, dv) in zip(blocks, sums, strict=True):
+        torch.testing.assert_close(block.dk, 2 * dk)
+        torch.testing.assert_close(block.dv, 2 * dv)
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    case = [x.float().to(DEVICE) for x in tensors()]
+    runs = [through_blocks(*case, masks(63, 100)["window"], 41, backend="triton") for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_attention_of_a_whole_sequence_under_autograd():
+    q, k, v, d_out = (x.float().to(DEVICE) for x in tensors(rows=50, keys=50, batch=1))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, backend="triton")
+    grads = torch.autograd.grad(out, leaves, d_out)
+    expected = exact(*(x.cpu() for x in (q, k, v, d_out)), causal_intervals(0, 50))
+    del expected[1]
+    for a, e in zip([out.detach(), *grads], expected, strict=True):
+        torch.testing.assert_close(a.double().cpu(), e, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.double(), "dtype torch.float64"),
+        (lambda x: x.repeat(1, 1, 1, 20).float(), "a head dim of 320, more than 256"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_when_they_are_asked_for(change, message):
+    q, k, v, _ = (change(x).to(DEVICE) for x in tensors(batch=1, rows=4, keys=4))
+    with pytest.raises(ValueError, match=f"takes, got {message}. Use 'auto'"):
+        attention(q, k, v, backend="triton")
+    attention(q, k, v)
+
+
+@pytest.mark.parametrize(("start", "window_size"), [(0, None), (7, None), (7, 3), (0, 5), (90, 1)])
+def test_causal_intervals_are_recognised(start, window_size):
+    intervals = causal_intervals(start, 20, window_size=window_size)
+    first, window = causal_pattern(intervals)
+    again = causal_intervals(first, 20, window_size=window)
+    assert torch.equal(again, intervals)
+
+
+def test_other_intervals_are_not_taken_for_causal_ones():
+    for name, intervals in masks(63, 100).items():
+        pattern = causal_pattern(intervals)
+        if pattern is None:
+            assert name not in ("causal", "window", "window of one")
+            continue
+        first, window = pattern
+        assert torch.equal(
+            causal_intervals(first, 63, window_size=window).expand_as(intervals), intervals
+        )
