@@ -57,7 +57,7 @@ test-cpp: setup ## C++ tests: plain, under ThreadSanitizer, under AddressSanitiz
 test-gpu: setup ## tests that need a card; fails where there is none
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest tests -m needs_cuda
 
-gpu-check: ## build, card tests and the step bench in under 8 minutes, without a venv
+gpu-check: ## build, card tests and the step bench in under 10 minutes, without a venv
 	bash bench/gpu_check.sh
 
 test-hf4: ## the transformers adapter against transformers 4.57

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import forward, plot, step
+from bench import codec, forward, plot, step, store
 
-COMMANDS = {"step": step, "forward": forward, "plot": plot}
+COMMANDS = {"step": step, "forward": forward, "store": store, "codec": codec, "plot": plot}
 
 
 def build_parser() -> argparse.ArgumentParser:

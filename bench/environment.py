@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,24 @@ def describe_device(device: str) -> str:
 
         return torch.cuda.get_device_name(device)
     return _processor()
+
+
+def begin_record(bench: str, device: str) -> dict[str, Any]:
+    """Returns what every record begins with.
+
+    Args:
+        bench: Name of the command.
+        device: A device name.
+
+    Returns:
+        The command, the time, the device's name, and `describe_environment`.
+    """
+    return {
+        "bench": bench,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **describe_environment(),
+        "device": describe_device(device),
+    }
 
 
 def describe_environment() -> dict[str, Any]:

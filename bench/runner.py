@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench import compare, models, table
-from bench.environment import describe_device, describe_environment
+from bench.environment import begin_record
 from bench.measure import pair_ratios, summarize_times
 from bench.processes import WorkerProcess
 from bench.spec import StepSpec
@@ -226,10 +225,7 @@ def run_bench(plan: Plan, args: argparse.Namespace, reference_order: list[str]) 
     if spec.model != "smollm2":
         shown |= {k: shown[k] or v for k, v in models.SHAPES[spec.model].items()}
     shared = {
-        "bench": plan.task,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **describe_environment(),
-        "device": describe_device(spec.device),
+        **begin_record(plan.task, spec.device),
         "spec": shown,
         "interleave": plan.interleave,
     }

@@ -12,8 +12,8 @@ class StepSpec:
     """One training step or forward pass of one model, without the method that runs it.
 
     Sizes that are None take the default of the model family (`models.SHAPES`), `tier` and `tile`
-    that of `offload.Policy`. With `upcast` the weights are rounded to `dtype` and computed with in
-    that wider type.
+    that of `offload.Policy`; `disk` and `host_bytes` are for `offload-disk` alone. With `upcast`
+    the weights are rounded to `dtype` and computed with in that wider type.
     """
 
     model: str
@@ -31,6 +31,8 @@ class StepSpec:
     device: str = "cpu"
     tier: str | None = None
     tile: int | None = None
+    disk: str | None = None
+    host_bytes: int | None = None
     memory_limit: int | None = None
     seed: int = 0
     input_directory: str = ""

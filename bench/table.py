@@ -15,7 +15,8 @@ GIB = 2**30
 _WIDTH_WITHOUT_TERMINAL = 230
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Returns a console as wide as the terminal, or as wide tables are where there is none."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH_WITHOUT_TERMINAL)
 
 
@@ -105,9 +106,11 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str | None] | str] = {
     "allocated\nU": "peak_allocated_bytes",
     "reserved\nU": "peak_reserved_bytes",
     "peak RSS\nU": "peak_rss_bytes",
+    "page cache\n+U": "page_cache_growth_bytes",
     "arena\nlive U": "arena_peak_live_bytes",
     "arena\ntaken U": "arena_peak_committed_bytes",
     "moved\nU/step": "moved_bytes_per_step",
+    "written\nU/step": "written_bytes_per_step",
     "layer\nmodes": _layer_modes,
     "tile\ntokens": lambda row: _number(row, "tile_tokens", "d"),
     "stall\nms/step": lambda row: _number(row, "stall_ms_per_step", ".1f"),
@@ -194,8 +197,8 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         status = f"[{style}]{row['status']}[/{style}]"
         cells = [column[index] or "-" for column in shown.values()]
         table.add_row(str(row.get("rank", "-")), row["method"], status, *cells)
-    console = _console()
-    console.print(table)
+    screen = console()
+    screen.print(table)
     for row in rows:
         if row.get("message"):
-            console.print(f"{row['method']}: {row['status']}: {row['message']}", markup=False)
+            screen.print(f"{row['method']}: {row['status']}: {row['message']}", markup=False)

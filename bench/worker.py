@@ -25,6 +25,7 @@ import torch
 
 from bench import measure
 from bench.methods import METHODS
+from bench.page_cache import PageCacheGrowth
 from bench.spec import StepSpec
 from bench.tasks import TASKS, Task
 
@@ -78,9 +79,10 @@ class Worker:
         }
         start = time.perf_counter()
         try:
-            with tracker:
+            with tracker, PageCacheGrowth() as cache:
                 result = task.run()
             self.figures["tracked_step_s"] = time.perf_counter() - start
+            self.figures["page_cache_growth_bytes"] = cache.grown_bytes
             return result
         finally:
             self.figures |= {

@@ -1,7 +1,7 @@
-/// The only file that knows Python. What may block asks first and gives the interpreter lock up
-/// only if it will: getting the lock back costs milliseconds beside busy threads. Workers never
-/// take it.
-#include <pybind11/pybind11.h>
+/// The engine's part of the module, and the module. Only `bindings*.cpp` know Python. What may
+/// block asks first and gives the interpreter lock up only if it will: getting the lock back costs
+/// milliseconds beside busy threads. Workers never take it.
+#include "bindings.h"
 
 #include "arena.h"
 #include "check.h"
@@ -51,15 +51,39 @@ void start(std::size_t reserve_bytes, std::size_t cap_bytes) {
 }
 
 std::shared_ptr<Ticket> offload_bytes(int device, std::uintptr_t address, std::size_t bytes,
-                                      StreamHandle compute_stream) {
+                                      StreamHandle compute_stream, bool leaves) {
     CopyEngine& engine = runtime("offload").engine;
     Device& on = device_of(device);
-    auto ticket = engine.try_offload(on, to_pointer(address), bytes, compute_stream);
+    auto ticket = engine.try_offload(on, to_pointer(address), bytes, compute_stream, leaves);
     if (ticket == nullptr) {
         py::gil_scoped_release release;
-        ticket = engine.offload(on, to_pointer(address), bytes, compute_stream);
+        ticket = engine.offload(on, to_pointer(address), bytes, compute_stream, leaves);
     }
     return ticket;
+}
+
+std::shared_ptr<Copy> reload_bytes(const Ticket& ticket, std::uintptr_t address,
+                                   StreamHandle compute_stream) {
+    CopyEngine& engine = runtime("reload").engine;
+    auto copy = engine.try_reload(ticket, to_pointer(address), compute_stream);
+    if (copy == nullptr) {
+        py::gil_scoped_release release;
+        copy = engine.reload(ticket, to_pointer(address), compute_stream);
+    }
+    return copy;
+}
+
+std::shared_ptr<Slot> host_slot(const Ticket& ticket) {
+    CopyEngine& engine = runtime("host_slot").engine;
+    py::gil_scoped_release release;
+    return engine.host_slot(ticket);
+}
+
+void set_disk(const std::string& directory, std::size_t cap_bytes) {
+    Residency& residency = runtime("set_disk").engine.residency();
+    py::gil_scoped_release release;
+    residency.set_disk(directory.empty() ? nullptr
+                                         : std::make_unique<DiskTier>(directory, cap_bytes));
 }
 
 void wait_for(Copy& copy, StreamHandle stream) {
@@ -82,7 +106,7 @@ void synchronize(const Copy& copy) {
 
 void drain() {
     CopyEngine& engine = runtime("drain").engine;
-    if (!engine.idle()) {
+    if (!engine.drained()) {
         py::gil_scoped_release release;
         engine.drain();
     }
@@ -164,8 +188,7 @@ void bind_objects(py::module_& module) {
     py::class_<Ticket, std::shared_ptr<Ticket>>(module, "Ticket", py::is_final(),
                                                 "The bytes of one offloaded tensor.")
         .def_property_readonly("nbytes", &Ticket::bytes)
-        .def_property_readonly("offload_copy", [](const Ticket& t) { return t.offload_copy(); })
-        .def_property_readonly("slot", [](const Ticket& ticket) { return ticket.slot(); });
+        .def_property_readonly("offload_copy", [](const Ticket& t) { return t.offload_copy(); });
 }
 
 void bind_statistics(py::module_& module) {
@@ -177,7 +200,33 @@ void bind_statistics(py::module_& module) {
         .def_readonly("live_slots", &ArenaStatistics::live_slots)
         .def_readonly("peak_live_bytes", &ArenaStatistics::peak_live_bytes)
         .def_readonly("peak_committed_bytes", &ArenaStatistics::peak_committed_bytes)
-        .def_readonly("pin_refusal", &ArenaStatistics::pin_refusal);
+        .def_readonly("pin_refusal", &ArenaStatistics::pin_refusal)
+        .def_readonly("pinnable_bytes", &ArenaStatistics::pinnable_bytes)
+        .def_readonly("numa_node", &ArenaStatistics::numa_node);
+    py::class_<DiskStatistics>(module, "DiskStatistics")
+        .def_readonly("directory", &DiskStatistics::directory)
+        .def_readonly("direct", &DiskStatistics::direct)
+        .def_readonly("cap_bytes", &DiskStatistics::cap_bytes)
+        .def_readonly("file_bytes", &DiskStatistics::file_bytes)
+        .def_readonly("live_bytes", &DiskStatistics::live_bytes)
+        .def_readonly("live_extents", &DiskStatistics::live_extents)
+        .def_readonly("peak_live_bytes", &DiskStatistics::peak_live_bytes)
+        .def_property_readonly("written_bytes",
+                               [](const DiskStatistics& s) { return s.transfers.written_bytes; })
+        .def_property_readonly("read_bytes",
+                               [](const DiskStatistics& s) { return s.transfers.read_bytes; })
+        .def_property_readonly("write_ms",
+                               [](const DiskStatistics& s) { return s.transfers.write_ms; })
+        .def_property_readonly("read_ms",
+                               [](const DiskStatistics& s) { return s.transfers.read_ms; })
+        .def_property_readonly("failed_transfers", [](const DiskStatistics& s) {
+            return s.transfers.failed_transfers;
+        });
+    py::class_<ResidencyStatistics>(module, "ResidencyStatistics")
+        .def_readonly("spilled_tickets", &ResidencyStatistics::spilled_tickets)
+        .def_readonly("fetched_tickets", &ResidencyStatistics::fetched_tickets)
+        .def_readonly("evicted_tickets", &ResidencyStatistics::evicted_tickets)
+        .def_readonly("write_refusal", &ResidencyStatistics::write_refusal);
     py::class_<EngineStatistics>(module, "EngineStatistics")
         .def_readonly("offloads", &EngineStatistics::offloads)
         .def_readonly("reloads", &EngineStatistics::reloads)
@@ -206,24 +255,50 @@ void bind_engine(py::module_& module) {
         "set_cap", [](std::size_t bytes) { runtime("set_cap").arena.set_cap(bytes); },
         py::arg("cap_bytes"));
     module.def(
+        "set_poisoning", [](bool on) { runtime("set_poisoning").arena.set_poisoning(on); },
+        py::arg("on"));
+    module.def(
         "set_max_in_flight_bytes",
         [](std::size_t bytes) {
             runtime("set_max_in_flight_bytes").engine.set_max_in_flight_bytes(bytes);
         },
         py::arg("nbytes"));
     module.def("offload", &offload_bytes, py::arg("device"), py::arg("address"), py::arg("nbytes"),
+               py::arg("compute_stream"), py::arg("leaves") = false);
+    module.def("reload", &reload_bytes, py::arg("ticket"), py::arg("address"),
                py::arg("compute_stream"));
     module.def(
-        "reload",
+        "try_reload",
         [](const Ticket& ticket, std::uintptr_t address, StreamHandle compute_stream) {
-            return runtime("reload").engine.reload(ticket, to_pointer(address), compute_stream);
+            return runtime("try_reload")
+                .engine.try_reload(ticket, to_pointer(address), compute_stream);
         },
         py::arg("ticket"), py::arg("address"), py::arg("compute_stream"));
+    module.def("host_slot", &host_slot, py::arg("ticket"));
+    module.def(
+        "tier_of", [](const Ticket& ticket) { return runtime("tier_of").engine.tier_of(ticket); },
+        py::arg("ticket"));
+    module.def(
+        "put_last", [](const Ticket& ticket) { runtime("put_last").engine.put_last(ticket); },
+        py::arg("ticket"));
+    module.def("set_disk", &set_disk, py::arg("directory"), py::arg("cap_bytes"));
+    module.def(
+        "allocate",
+        [](std::size_t bytes) {
+            Arena& arena = runtime("allocate").arena;
+            py::gil_scoped_release release;
+            return arena.allocate(bytes);
+        },
+        py::arg("nbytes"));
     module.def("retire", [] { runtime("retire").engine.retire(); });
     module.def("drain", &drain);
     module.def("trim", [] { runtime("trim").arena.trim(); });
     module.def("close", &close);
     module.def("arena_statistics", [] { return runtime("arena_statistics").arena.statistics(); });
+    module.def("disk_statistics",
+               [] { return runtime("disk_statistics").engine.residency().disk_statistics(); });
+    module.def("residency_statistics",
+               [] { return runtime("residency_statistics").engine.residency().statistics(); });
     module.def("engine_statistics",
                [] { return runtime("engine_statistics").engine.statistics(); });
     py::class_<SlotAllocator>(module, "SlotAllocator", "The arena's placement logic alone.")
@@ -278,10 +353,10 @@ void bind_faults(py::module_& module) {
         py::arg("device"), py::arg("count"));
     module.def(
         "host_refuse_pinning",
-        [](int device, const std::string& reason) {
-            host_device_of("host_refuse_pinning", device).refuse_pinning(reason);
+        [](int device, const std::string& reason, std::size_t above_bytes) {
+            host_device_of("host_refuse_pinning", device).refuse_pinning(reason, above_bytes);
         },
-        py::arg("device"), py::arg("reason"));
+        py::arg("device"), py::arg("reason"), py::arg("above_bytes") = 0);
 }
 
 }  // namespace
@@ -296,4 +371,5 @@ PYBIND11_MODULE(_C, module) {
     offload::bind_statistics(module);
     offload::bind_engine(module);
     offload::bind_faults(module);
+    offload::bind_codec(module);
 }

@@ -24,6 +24,19 @@ class ArenaFull : public Error {
     std::size_t cap_bytes;
 };
 
+/// The disk tier cannot give `asked_bytes`: its cap, or the file system under it, is exhausted.
+class DiskFull : public Error {
+   public:
+    /// `refusal` is what the file system said; empty when the cap was reached.
+    DiskFull(const std::string& directory, std::size_t asked_bytes, std::size_t free_bytes,
+             std::size_t cap_bytes, const std::string& refusal);
+
+    std::string directory;
+    std::size_t asked_bytes;
+    std::size_t free_bytes;  ///< below the cap, in all pieces together; may be fragmented
+    std::size_t cap_bytes;
+};
+
 /// A copy failed; the ticket or buffer it belongs to holds no valid bytes. The engine goes on.
 class CopyFailed : public Error {
    public:

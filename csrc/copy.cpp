@@ -1,21 +1,28 @@
+#include "copy.h"
+
 #include <algorithm>
 #include <chrono>
 
 #include "check.h"
-#include "copy_engine.h"
 
 namespace offload {
+namespace {
 
-Copy::Copy(Device& device, std::shared_ptr<Slot> slot, std::size_t bytes)
-    : device_(device),
-      slot_(std::move(slot)),
-      bytes_(bytes),
-      begin_(device.create_event()),
-      end_(device.create_event()) {}
+using Clock = std::chrono::steady_clock;
 
-bool Copy::done() const { return end_->query(); }
+double milliseconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+}
+
+}  // namespace
+
+Copy::Copy(Device& device, std::size_t bytes)
+    : device_(device), bytes_(bytes), begin_(device.create_event()), end_(device.create_event()) {}
+
+bool Copy::done() const { return queued_.reached() && end_->query(); }
 
 void Copy::synchronize() const {
+    queued_.wait();
     end_->synchronize();
     const std::string reason = error();
     if (!reason.empty()) {
@@ -26,18 +33,20 @@ void Copy::synchronize() const {
 
 void Copy::wait(StreamHandle stream) {
     if (device_.is_caller(stream)) {
-        const auto begin = std::chrono::steady_clock::now();
+        const auto begin = Clock::now();
+        queued_.wait();
         end_->synchronize();
-        const std::chrono::duration<double, std::milli> held =
-            std::chrono::steady_clock::now() - begin;
-        {
-            std::lock_guard<std::mutex> lock(stall_mutex_);
-            caller_stall_ms_ += held.count();
-        }
+        add_caller_stall(milliseconds_since(begin));
         synchronize();
         return;
     }
+    if (!queued_.reached()) {
+        const auto begin = Clock::now();
+        queued_.wait();
+        add_caller_stall(milliseconds_since(begin));
+    }
     if (done()) {
+        synchronize();  // throws where it failed
         return;
     }
     auto begin = device_.create_event();
@@ -49,7 +58,9 @@ void Copy::wait(StreamHandle stream) {
     stalls_.emplace_back(std::move(begin), std::move(end));
 }
 
-bool Copy::would_block(StreamHandle stream) const { return device_.is_caller(stream) && !done(); }
+bool Copy::would_block(StreamHandle stream) const {
+    return device_.is_caller(stream) ? !done() : !queued_.reached();
+}
 
 std::string Copy::error() const {
     if (!done()) {
@@ -89,7 +100,9 @@ double Copy::stall_ms() const {
     return total;
 }
 
-Ticket::Ticket(Device& device, std::shared_ptr<Slot> slot, std::shared_ptr<Copy> offload_copy)
-    : device_(device), slot_(std::move(slot)), offload_copy_(std::move(offload_copy)) {}
+void Copy::add_caller_stall(double milliseconds) {
+    std::lock_guard<std::mutex> lock(stall_mutex_);
+    caller_stall_ms_ += milliseconds;
+}
 
 }  // namespace offload

@@ -6,7 +6,7 @@
 #include "check.h"
 
 namespace offload {
-CopyEngine::CopyEngine(Arena& arena) : arena_(arena) {}
+CopyEngine::CopyEngine(Arena& arena) : arena_(arena), residency_(arena) {}
 
 CopyEngine::~CopyEngine() {
     if (!owner_.is_current()) {
@@ -20,18 +20,18 @@ CopyEngine::~CopyEngine() {
 }
 
 std::shared_ptr<Ticket> CopyEngine::offload(Device& device, const void* src, std::size_t bytes,
-                                            StreamHandle compute_stream) {
-    return offload_or_null(device, src, bytes, compute_stream, true);
+                                            StreamHandle compute_stream, bool leaves) {
+    return offload_or_null(device, src, bytes, compute_stream, leaves, true);
 }
 
 std::shared_ptr<Ticket> CopyEngine::try_offload(Device& device, const void* src, std::size_t bytes,
-                                                StreamHandle compute_stream) {
-    return offload_or_null(device, src, bytes, compute_stream, false);
+                                                StreamHandle compute_stream, bool leaves) {
+    return offload_or_null(device, src, bytes, compute_stream, leaves, false);
 }
 
 std::shared_ptr<Ticket> CopyEngine::offload_or_null(Device& device, const void* src,
                                                     std::size_t bytes, StreamHandle compute_stream,
-                                                    bool may_block) {
+                                                    bool leaves, bool may_block) {
     check_usable("offload");
     OFFLOAD_CHECK(bytes > 0, "offload: expected bytes > 0, got 0");
     check_not_capturing("offload", device, compute_stream);
@@ -48,8 +48,10 @@ std::shared_ptr<Ticket> CopyEngine::offload_or_null(Device& device, const void* 
     if (slot == nullptr) {
         return nullptr;
     }
-    auto copy = std::make_shared<Copy>(device, slot, bytes);
-    auto ticket = std::make_shared<Ticket>(device, slot, copy);
+    auto copy = std::make_shared<Copy>(device, bytes);
+    copy->slot_ = slot;
+    auto resident = std::make_shared<Resident>(slot, copy);
+    auto ticket = std::make_shared<Ticket>(device, resident);
     lock.lock();
     // Again, since another thread may have taken the room.
     if (!wait_for_room(lock, device, bytes, may_block)) {
@@ -66,23 +68,42 @@ std::shared_ptr<Ticket> CopyEngine::offload_or_null(Device& device, const void* 
     statistics_.offloaded_bytes += bytes;
     queue_copy(*copy, slot->data(), src, CopyKind::kDeviceToHost, queues.d2h_stream,
                {produced.get()});
+    copy->queued_.reach("");
+    lock.unlock();
+    residency_.add(resident, leaves);
+    residency_.write_behind();
     return ticket;
 }
 
 std::shared_ptr<Slot> CopyEngine::allocate_or_null(std::size_t bytes, bool may_block) {
-    try {
-        return arena_.allocate(bytes);
-    } catch (const ArenaFull&) {
-        if (idle()) {
-            // Other threads' copies may have finished since the refusal, so it is asked once more.
-            return arena_.allocate(bytes);
+    if (auto slot = arena_.try_allocate(bytes)) {
+        return slot;
+    }
+    residency_.retry_writes();
+    bool nothing_moves = false;
+    while (true) {
+        if (auto slot = nothing_moves ? arena_.allocate(bytes) : arena_.try_allocate(bytes)) {
+            return slot;
+        }
+        // Copies in flight own slots, and what they copy cannot be written to the disk yet.
+        const bool was_idle = idle();
+        const Residency::Room room = residency_.make_room(bytes);
+        if (room == Residency::Room::kMade) {
+            continue;
+        }
+        if (room == Residency::Room::kNone && was_idle) {
+            nothing_moves = true;  // what others did since is asked for once more; then it throws
+            continue;
+        }
+        if (!may_block) {
+            return nullptr;
+        }
+        if (room == Residency::Room::kComing) {
+            residency_.wait_for_room();
+        } else {
+            wait_for_all();
         }
     }
-    if (!may_block) {
-        return nullptr;
-    }
-    wait_for_all();
-    return arena_.allocate(bytes);
 }
 
 bool CopyEngine::wait_for_room(Lock& lock, Device& device, std::size_t bytes, bool may_block) {
@@ -109,31 +130,119 @@ bool CopyEngine::wait_for_room(Lock& lock, Device& device, std::size_t bytes, bo
 
 std::shared_ptr<Copy> CopyEngine::reload(const Ticket& ticket, void* dst,
                                          StreamHandle compute_stream) {
+    return reload_or_null(ticket, dst, compute_stream, true);
+}
+
+std::shared_ptr<Copy> CopyEngine::try_reload(const Ticket& ticket, void* dst,
+                                             StreamHandle compute_stream) {
+    return reload_or_null(ticket, dst, compute_stream, false);
+}
+
+std::shared_ptr<Copy> CopyEngine::reload_or_null(const Ticket& ticket, void* dst,
+                                                 StreamHandle compute_stream, bool may_block) {
     check_usable("reload");
     Device& device = ticket.device_;
     check_not_capturing("reload", device, compute_stream);
-    const std::string failure = ticket.offload_copy_->error();
+    const std::string failure = ticket.offload_copy()->error();
     if (!failure.empty()) {
         throw CopyFailed(
             detail::concat("reload: expected a ticket that holds ", ticket.bytes(),
                            " bytes, got one whose copy to the host failed: ", failure));
     }
-    const auto allocated = device.create_event();
+    const std::shared_ptr<Event> allocated = device.create_event();
     allocated->record(compute_stream);
-    auto copy = std::make_shared<Copy>(device, ticket.slot_, ticket.bytes());
-    copy->upstream_ = ticket.offload_copy_;
-
-    Lock lock(mutex_);
-    check_usable("reload");
-    retire_locked();
-    Queues& queues = queues_of(device);
-    queues.h2d_in_flight.push_back(copy);
-    statistics_.in_flight_bytes += copy->bytes();
-    ++statistics_.reloads;
-    statistics_.reloaded_bytes += copy->bytes();
-    queue_copy(*copy, dst, ticket.slot_->data(), CopyKind::kHostToDevice, queues.h2d_stream,
-               {allocated.get(), ticket.offload_copy_->end_.get()});
+    auto copy = std::make_shared<Copy>(device, ticket.bytes());
+    copy->upstream_ = ticket.offload_copy();
+    const bool comes = fetch(
+        ticket, copy,
+        [this, copy, dst, allocated](const std::shared_ptr<Slot>& slot, const std::string& error) {
+            queue_reload(copy, dst, *allocated, slot, error);
+        },
+        may_block);
+    if (!comes) {
+        return nullptr;
+    }
+    residency_.read_ahead(*ticket.resident_);
     return copy;
+}
+
+bool CopyEngine::fetch(const Ticket& ticket, const std::shared_ptr<Copy>& copy,
+                       const Resident::Ready& ready, bool may_block) {
+    std::shared_ptr<Slot> spare;
+    while (true) {
+        {
+            Lock lock(mutex_);
+            check_usable("reload");
+            awaiting_.insert(copy);
+        }
+        bool comes = false;
+        try {
+            comes = residency_.fetch(ticket.resident_, spare, ready);
+        } catch (...) {
+            Lock lock(mutex_);
+            awaiting_.erase(copy);
+            throw;
+        }
+        if (comes) {
+            return true;
+        }
+        {
+            // Not while it looks for room: that waits for what is awaited.
+            Lock lock(mutex_);
+            awaiting_.erase(copy);
+        }
+        spare = allocate_or_null(ticket.bytes(), may_block);
+        if (spare == nullptr) {
+            return false;
+        }
+    }
+}
+
+void CopyEngine::queue_reload(const std::shared_ptr<Copy>& copy, void* dst, Event& allocated,
+                              const std::shared_ptr<Slot>& slot, const std::string& error) {
+    {
+        Lock lock(mutex_);
+        awaiting_.erase(copy);
+        retire_locked();
+        ++statistics_.reloads;
+        if (error.empty()) {
+            Queues& queues = queues_of(copy->device_);
+            copy->slot_ = slot;
+            queues.h2d_in_flight.push_back(copy);
+            statistics_.in_flight_bytes += copy->bytes();
+            statistics_.reloaded_bytes += copy->bytes();
+            queue_copy(*copy, dst, slot->data(), CopyKind::kHostToDevice, queues.h2d_stream,
+                       {&allocated, copy->upstream_->end_.get()});
+        } else {
+            copy->queue_error_ = error;
+            ++statistics_.failed_copies;
+        }
+    }
+    copy->queued_.reach("");
+}
+
+std::shared_ptr<Slot> CopyEngine::host_slot(const Ticket& ticket) {
+    ticket.offload_copy()->synchronize();
+    if (auto slot = slot_now(ticket)) {
+        return slot;
+    }
+    check_usable("host_slot");
+    const auto copy = std::make_shared<Copy>(ticket.device_, ticket.bytes());
+    std::shared_ptr<Slot> slot;
+    fetch(
+        ticket, copy,
+        [&](const std::shared_ptr<Slot>& arrived, const std::string& error) {
+            slot = arrived;
+            {
+                Lock lock(mutex_);
+                awaiting_.erase(copy);
+            }
+            copy->queue_error_ = error;
+            copy->queued_.reach("");
+        },
+        true);
+    copy->synchronize();
+    return slot;
 }
 
 void CopyEngine::queue_copy(Copy& copy, void* dst, const void* src, CopyKind kind,
@@ -170,21 +279,27 @@ void CopyEngine::queue_copy(Copy& copy, void* dst, const void* src, CopyKind kin
 
 void CopyEngine::retire() {
     check_usable("retire");
-    Lock lock(mutex_);
-    retire_locked();
+    {
+        Lock lock(mutex_);
+        retire_locked();
+    }
+    residency_.write_behind();
 }
 
 bool CopyEngine::idle() {
     check_usable("idle");
     Lock lock(mutex_);
     retire_locked();
-    return statistics_.in_flight_bytes == 0;
+    return statistics_.in_flight_bytes == 0 && awaiting_.empty();
 }
 
 void CopyEngine::drain() {
     check_usable("drain");
     wait_for_all();
+    residency_.drain();
 }
+
+bool CopyEngine::drained() { return idle() && residency_.idle(); }
 
 void CopyEngine::close() {
     owner_.check("close");
@@ -195,6 +310,7 @@ void CopyEngine::close() {
         }
     }
     wait_for_all();
+    residency_.close();
     std::map<Device*, Queues> queues;
     {
         Lock lock(mutex_);
@@ -230,6 +346,7 @@ void CopyEngine::wait_for_all() {
     std::vector<std::shared_ptr<Copy>> last;
     {
         Lock lock(mutex_);
+        last.assign(awaiting_.begin(), awaiting_.end());
         for (const auto& [device, queues] : queues_) {
             for (const auto* queue : {&queues.d2h_in_flight, &queues.h2d_in_flight}) {
                 if (!queue->empty()) {
@@ -239,6 +356,7 @@ void CopyEngine::wait_for_all() {
         }
     }
     for (const auto& copy : last) {
+        copy->queued_.wait();
         copy->end_->synchronize();
     }
     Lock lock(mutex_);

@@ -3,22 +3,18 @@
 ///
 /// NOTE [ordering]: the rules of the copy engine. Each has a test of the same number.
 ///   1. A D2H copy starts after an event recorded on the compute stream at the moment of the call.
-///   2. The source must stay referenced until its copy is done; the caller keeps it, `Copy::done`
-///   tells.
-///      Bytes in flight are bounded: `offload` waits for the oldest copies when they exceed the
-///      bound.
-///   3. A reload waits for an event recorded on the compute stream after the buffer was allocated,
-///   AND
-///      for its ticket's own D2H event, on every path; the consumer waits for the H2D event.
+///   2. The source must stay referenced until its copy is done: the caller keeps it, and asks
+///      `Copy::done`. Bytes in flight are bounded: `offload` waits for the oldest copies beyond it.
+///   3. A reload waits for an event recorded on the compute stream after its buffer was allocated,
+///      AND for its ticket's own D2H event, on every path; the consumer waits for the H2D event.
 ///   4. A slot is reused only after the last copy that reads or writes it: copies own their slot.
 ///   5. A buffer of ours may be overwritten by work queued after `offload_copy->wait(stream)`.
 ///   6. A reload buffer dropped unused must stay referenced until its copy is done (as rule 2).
 ///   7. A buffer is handed to the stream it was allocated for; the store reloads anew for another
 ///   one.
 ///   8. Queues and events belong to the tensor's device, never to the current one.
-///   9. Dropping a ticket, copy or slot only marks; nothing waits, no Python lock is taken. Offload
-///   and
-///      reload refuse while the compute stream is captured.
+///   9. Dropping a ticket, copy or slot only marks; nothing waits, no Python lock is taken.
+///      Offload and reload refuse while the compute stream is captured.
 ///  10. Arena memory is MADV_DONTFORK.
 ///  11. A view of a slot owns the slot. A failed copy poisons its ticket, not the engine.
 ///  12. An event is a handle on its latest marker (device.h); no exception leaves a worker.
@@ -33,78 +29,34 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "arena.h"
+#include "copy.h"
 #include "device.h"
 #include "process.h"
+#include "residency.h"
 
 namespace offload {
 
-/// One copy that was queued. Owns its slot until the engine has seen it finish. Thread-safe.
-class Copy {
-   public:
-    Copy(Device& device, std::shared_ptr<Slot> slot, std::size_t bytes);
-
-    /// True when the copy has run, well or not. Never blocks.
-    bool done() const;
-
-    /// Blocks until the copy has run. Throws `CopyFailed` when it failed.
-    void synchronize() const;
-
-    /// Work queued on `stream` after this call runs after the copy. On the host's `kCallerStream`
-    /// blocks and throws `CopyFailed` when the copy failed. Counts the time it holds the stream up
-    /// as stall.
-    void wait(StreamHandle stream);
-
-    /// Whether `wait(stream)` would block the calling thread: bindings keep the interpreter lock
-    /// otherwise.
-    bool would_block(StreamHandle stream) const;
-
-    /// Why it failed; empty while it runs and when it went well.
-    std::string error() const;
-
-    std::size_t bytes() const { return bytes_; }
-
-    /// True when `copy_ms` and `stall_ms` will not change any more. Never blocks.
-    bool settled() const;
-
-    double copy_ms() const;   ///< time on the queue's engine; 0 until done
-    double stall_ms() const;  ///< time `wait` held streams up, as far as known now
-
-   private:
-    friend class CopyEngine;
-
-    Device& device_;
-    std::shared_ptr<Slot> slot_;  // guarded by the engine's mutex; dropped when the copy is retired
-    const std::size_t bytes_;
-    const OwnerProcess owner_;
-    std::unique_ptr<Event> begin_;
-    std::unique_ptr<Event> end_;
-    std::shared_ptr<Copy> upstream_;  // the offload whose bytes a reload reads
-    std::string queue_error_;         // set when not all of it could be queued
-    mutable std::mutex stall_mutex_;
-    std::vector<std::pair<std::unique_ptr<Event>, std::unique_ptr<Event>>> stalls_;
-    double caller_stall_ms_ = 0;
-};
-
-/// The bytes of one offloaded tensor. Owns its slot until destroyed; destroying only marks.
+/// The bytes of one offloaded tensor, in the arena or on the disk. Owns them until destroyed;
+/// destroying only marks.
 class Ticket {
    public:
-    Ticket(Device& device, std::shared_ptr<Slot> slot, std::shared_ptr<Copy> offload_copy);
+    Ticket(Device& device, std::shared_ptr<Resident> resident)
+        : device_(device), resident_(std::move(resident)) {}
 
-    const std::shared_ptr<Copy>& offload_copy() const { return offload_copy_; }
-    const std::shared_ptr<Slot>& slot() const { return slot_; }
-    std::size_t bytes() const { return slot_->bytes(); }
+    const std::shared_ptr<Copy>& offload_copy() const { return resident_->offload_copy(); }
+    std::size_t bytes() const { return resident_->bytes(); }
 
    private:
     friend class CopyEngine;
 
     Device& device_;
-    std::shared_ptr<Slot> slot_;
-    std::shared_ptr<Copy> offload_copy_;
+    const std::shared_ptr<Resident> resident_;
 };
 
 struct EngineStatistics {
@@ -130,27 +82,54 @@ class CopyEngine {
     /// `compute_stream` so far. Blocks only for the bound on bytes in flight. Before it throws
     /// `ArenaFull` it waits for all copies in flight and tries once more, since they own slots. A
     /// copy that cannot be queued is a failed copy: the ticket is poisoned, the call returns.
+    ///
+    /// With a disk tier the arena's oldest residents are written there to make room, in time if the
+    /// disk keeps up; one that `leaves` goes there as soon as it can.
     std::shared_ptr<Ticket> offload(Device& device, const void* src, std::size_t bytes,
-                                    StreamHandle compute_stream);
+                                    StreamHandle compute_stream, bool leaves = false);
 
-    /// Copies the ticket's bytes to `dst`, which was allocated on `compute_stream`. Never blocks.
-    /// Throws `CopyFailed` when the ticket's own copy is known to have failed; when it fails later,
-    /// the error shows on the returned copy.
+    /// Copies the ticket's bytes to `dst`, which was allocated on `compute_stream`. Blocks only
+    /// where they are on the disk and the arena has no room for them. Throws `CopyFailed` when the
+    /// ticket's own copy is known to have failed; when it fails later, the error shows on the
+    /// returned copy.
     std::shared_ptr<Copy> reload(const Ticket& ticket, void* dst, StreamHandle compute_stream);
 
-    /// As `offload`, but returns null where that would wait for a copy. For callers that hold a
+    /// As `offload` and `reload`, but return null where those would block. For callers that hold a
     /// lock which they give up only to block.
     std::shared_ptr<Ticket> try_offload(Device& device, const void* src, std::size_t bytes,
-                                        StreamHandle compute_stream);
+                                        StreamHandle compute_stream, bool leaves = false);
+    std::shared_ptr<Copy> try_reload(const Ticket& ticket, void* dst, StreamHandle compute_stream);
+
+    /// The ticket's slot in the arena, once its bytes are there; reads them from the disk if need
+    /// be. Blocks. Throws `CopyFailed`.
+    std::shared_ptr<Slot> host_slot(const Ticket& ticket);
+
+    /// The ticket's slot as it is now, perhaps without its bytes; null for one on the disk.
+    std::shared_ptr<Slot> slot_now(const Ticket& ticket) {
+        return residency_.slot_of(*ticket.resident_);
+    }
+
+    /// Makes the ticket the last in spill order.
+    void put_last(const Ticket& ticket) { residency_.put_last(ticket.resident_); }
+
+    /// `"host"` or `"disk"`.
+    const char* tier_of(const Ticket& ticket) { return residency_.tier_of(*ticket.resident_); }
+
+    Residency& residency() { return residency_; }
 
     /// True when no copy is in flight. Retires.
     bool idle();
 
-    /// Forgets finished copies, and with them their hold on slots. Never blocks.
+    /// Forgets finished copies, and with them their hold on slots; begins to write to the disk what
+    /// they brought, where that is due. Never blocks.
     void retire();
 
-    /// Waits for every copy in flight, then retires. Failures stay with their tickets.
+    /// Waits for every copy and disk transfer in flight, then retires. Failures stay with their
+    /// tickets.
     void drain();
+
+    /// True when `drain` would not block.
+    bool drained();
 
     /// Drains and frees the queues; later calls throw `EngineUnusable`, but `close` does nothing
     /// again. Tickets and copies stay readable, destroying them harmless.
@@ -177,8 +156,13 @@ class CopyEngine {
     using Lock = std::unique_lock<std::mutex>;
 
     std::shared_ptr<Ticket> offload_or_null(Device& device, const void* src, std::size_t bytes,
-                                            StreamHandle compute_stream, bool may_block);
+                                            StreamHandle compute_stream, bool leaves,
+                                            bool may_block);
+    std::shared_ptr<Copy> reload_or_null(const Ticket& ticket, void* dst,
+                                         StreamHandle compute_stream, bool may_block);
     std::shared_ptr<Slot> allocate_or_null(std::size_t bytes, bool may_block);
+    bool fetch(const Ticket& ticket, const std::shared_ptr<Copy>& copy,
+               const Resident::Ready& ready, bool may_block);
 
     // Events are never waited for with mutex_ held: other threads and finalizers go on meanwhile.
     bool wait_for_room(Lock& lock, Device& device, std::size_t bytes, bool may_block);
@@ -187,6 +171,8 @@ class CopyEngine {
     Queues& queues_of(Device& device);  // these require mutex_
     void retire_locked();
     void retire_queue(std::deque<std::shared_ptr<Copy>>& queue, std::size_t* d2h_bytes);
+    void queue_reload(const std::shared_ptr<Copy>& copy, void* dst, Event& allocated,
+                      const std::shared_ptr<Slot>& slot, const std::string& error);
     void queue_copy(Copy& copy, void* dst, const void* src, CopyKind kind, StreamHandle stream,
                     std::initializer_list<Event*> after);
     void check_usable(const char* function) const;
@@ -197,9 +183,11 @@ class CopyEngine {
     std::atomic<bool> closed_{false};
     std::mutex mutex_;
     std::map<Device*, Queues> queues_;
-    std::size_t d2h_in_flight_bytes_ = 0;  // of all devices
+    std::set<std::shared_ptr<Copy>> awaiting_;  // reloads whose bytes come from the disk
+    std::size_t d2h_in_flight_bytes_ = 0;       // of all devices
     std::size_t max_in_flight_bytes_ = std::size_t{128} << 20;
     EngineStatistics statistics_;
+    Residency residency_;
 };
 
 }  // namespace offload

@@ -80,6 +80,9 @@ class Device {
     virtual std::string pin(void* address, std::size_t bytes) = 0;
 
     virtual void unpin(void* address) = 0;
+
+    /// The NUMA node whose memory lies nearest; -1 when unknown or when there is one node only.
+    virtual int numa_node() const = 0;
 };
 
 /// The process's CUDA device `index`, created on first use and never destroyed.

@@ -4,43 +4,13 @@
 #include <mutex>
 
 #include "check.h"
+#include "cuda_guard.h"
 #include "device.h"
+#include "numa.h"
 #include "process.h"
 
 namespace offload {
 namespace {
-
-cudaStream_t to_cuda(StreamHandle stream) { return reinterpret_cast<cudaStream_t>(stream); }
-
-/// Makes a device current and gives the previous one back. Also lets event queries and stream
-/// creation through while another stream of the process records a graph: they do not touch what is
-/// recorded.
-class CallGuard {
-   public:
-    explicit CallGuard(int index) {
-        OFFLOAD_CUDA_CHECK(cudaGetDevice(&previous_));
-        changed_ = previous_ != index;
-        if (changed_) {
-            OFFLOAD_CUDA_CHECK(cudaSetDevice(index));
-        }
-        cudaThreadExchangeStreamCaptureMode(&mode_);
-    }
-
-    ~CallGuard() {
-        cudaThreadExchangeStreamCaptureMode(&mode_);
-        if (changed_) {
-            cudaSetDevice(previous_);
-        }
-    }
-
-    CallGuard(const CallGuard&) = delete;
-    CallGuard& operator=(const CallGuard&) = delete;
-
-   private:
-    int previous_ = 0;
-    bool changed_ = false;
-    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 class CudaEvent final : public Event {
    public:
@@ -173,6 +143,16 @@ class CudaDevice final : public Device {
         owner_.check("unpin");
         CallGuard guard(index_);
         OFFLOAD_CUDA_CHECK(cudaHostUnregister(address));
+    }
+
+    int numa_node() const override {
+        owner_.check("numa_node");
+        char bus_id[32] = {};
+        if (cudaDeviceGetPCIBusId(bus_id, sizeof(bus_id), index_) != cudaSuccess) {
+            cudaGetLastError();
+            return -1;
+        }
+        return numa_node_of_pci(bus_id);
     }
 
    private:

@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "host_stream.h"
+#include "marker.h"
 
 namespace offload {
 namespace {
@@ -145,10 +146,25 @@ void HostDevice::copy_async(void* dst, const void* src, std::size_t bytes, CopyK
     }
 }
 
-std::string HostDevice::pin(void*, std::size_t) {
+std::string HostDevice::pin(void* address, std::size_t bytes) {
     owner_.check("pin");
     std::lock_guard<std::mutex> lock(mutex_);
-    return pin_refusal_;
+    if (!pin_refusal_.empty() && pinned_bytes_ + bytes > refuse_above_bytes_) {
+        return pin_refusal_;
+    }
+    OFFLOAD_CHECK(pinned_.emplace(address, bytes).second,
+                  "pin: expected a range that is not pinned, got one that is");
+    pinned_bytes_ += bytes;
+    return "";
+}
+
+void HostDevice::unpin(void* address) {
+    owner_.check("unpin");
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = pinned_.find(address);
+    OFFLOAD_CHECK(found != pinned_.end(), "unpin: expected a pinned range, got one that is not");
+    pinned_bytes_ -= found->second;
+    pinned_.erase(found);
 }
 
 void HostDevice::enqueue(StreamHandle stream, std::function<void()> task) {
@@ -161,9 +177,10 @@ void HostDevice::fail_next_copies(int count) {
     failing_copies_ = count;
 }
 
-void HostDevice::refuse_pinning(const std::string& reason) {
+void HostDevice::refuse_pinning(const std::string& reason, std::size_t above_bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     pin_refusal_ = reason;
+    refuse_above_bytes_ = above_bytes;
 }
 
 void HostDevice::shut_down() {

@@ -2,7 +2,10 @@
 /// as a card. Faults can be injected: gates, failing copies, refused pinning.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,9 +34,11 @@ class HostDevice final : public Device {
     bool is_caller(StreamHandle stream) const override { return stream == kCallerStream; }
     bool is_capturing(StreamHandle) const override { return false; }
 
-    /// Locks nothing: there is no card that could need it.
+    /// Locks nothing: there is no card that could need it. Only counts, for `refuse_pinning`.
     std::string pin(void* address, std::size_t bytes) override;
-    void unpin(void*) override {}
+    void unpin(void* address) override;
+
+    int numa_node() const override { return numa_node_; }
 
     /// Queues any work on `stream`, as a kernel launch would. What it throws shows on the next
     /// marker.
@@ -42,8 +47,11 @@ class HostDevice final : public Device {
     /// The next `count` copies queued on this device fail when they run.
     void fail_next_copies(int count);
 
-    /// Refuses `pin` from now on; an empty reason allows it again.
-    void refuse_pinning(const std::string& reason);
+    /// Refuses `pin` from now on, or only what would make more than `above_bytes` pinned; an empty
+    /// reason allows it again.
+    void refuse_pinning(const std::string& reason, std::size_t above_bytes = 0);
+
+    void set_numa_node(int node) { numa_node_ = node; }
 
     /// Runs what is queued and joins all workers; streams can then be neither used nor made. A
     /// closed `Gate` is not opened: open it first, or this waits for it forever.
@@ -60,6 +68,10 @@ class HostDevice final : public Device {
     bool shut_down_ = false;
     int failing_copies_ = 0;
     std::string pin_refusal_;
+    std::size_t refuse_above_bytes_ = 0;
+    std::map<void*, std::size_t> pinned_;  // address -> bytes
+    std::size_t pinned_bytes_ = 0;
+    std::atomic<int> numa_node_{-1};
 };
 
 /// A task on a host stream that blocks it until `open`. Destroying the gate opens it.

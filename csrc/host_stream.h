@@ -1,7 +1,6 @@
-/// The host device's threads: markers, task queues, and the handles that name the queues.
+/// The host device's threads: task queues, and the handles that name them.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -13,27 +12,6 @@
 #include "device.h"
 
 namespace offload {
-
-/// One-shot: reached once, at a known time, with the error of the work before it. Thread-safe.
-class Marker {
-   public:
-    using Clock = std::chrono::steady_clock;
-
-    void reach(std::string error);
-    bool reached() const;
-    void wait() const;
-    std::string error() const;
-
-    /// Throws `Error` before it was reached.
-    Clock::time_point time() const;
-
-   private:
-    mutable std::mutex mutex_;
-    mutable std::condition_variable changed_;
-    bool reached_ = false;
-    Clock::time_point time_;
-    std::string error_;
-};
 
 /// A queue of tasks that one worker thread runs in order. A task that throws does not stop the
 /// worker: the first message is kept for the next marker. Thread-safe.

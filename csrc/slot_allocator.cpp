@@ -60,11 +60,12 @@ Placement SlotAllocator::allocate(std::size_t bytes) {
     return {offset, committed_bytes_};
 }
 
-void SlotAllocator::release(std::size_t offset) {
+std::size_t SlotAllocator::release(std::size_t offset) {
     const auto live = live_.find(offset);
     OFFLOAD_CHECK(live != live_.end(), "release: expected the offset of a live slot, got ", offset);
+    const std::size_t released_bytes = live->second;
     std::size_t begin = offset;
-    std::size_t bytes = live->second;
+    std::size_t bytes = released_bytes;
     live_bytes_ -= bytes;
     live_.erase(live);
 
@@ -84,6 +85,7 @@ void SlotAllocator::release(std::size_t offset) {
         }
     }
     insert_free(begin, bytes);
+    return released_bytes;
 }
 
 std::size_t SlotAllocator::trim() {

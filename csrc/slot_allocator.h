@@ -29,8 +29,9 @@ class SlotAllocator {
     /// Plans a slot of `bytes` (> 0). Throws `ArenaFull`; the allocator is then unchanged.
     Placement allocate(std::size_t bytes);
 
-    /// Gives the slot at `offset` back. `offset` must come from `allocate` and be live.
-    void release(std::size_t offset);
+    /// Gives the slot at `offset` back and returns its rounded size. `offset` must come from
+    /// `allocate` and be live.
+    std::size_t release(std::size_t offset);
 
     /// Forgets the committed steps behind the last live slot; returns the new committed size.
     std::size_t trim();

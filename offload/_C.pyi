@@ -1,5 +1,6 @@
 """The native module: pointers, byte counts, device indices and stream handles cross, no tensors."""
 
+from collections.abc import Sequence
 from typing import final
 
 BUILD_VERSION: str
@@ -47,8 +48,6 @@ class Ticket:
     def nbytes(self) -> int: ...
     @property
     def offload_copy(self) -> Copy: ...
-    @property
-    def slot(self) -> Slot: ...
 
 class ArenaStatistics:
     cap_bytes: int
@@ -59,6 +58,35 @@ class ArenaStatistics:
     peak_live_bytes: int
     peak_committed_bytes: int
     pin_refusal: str
+    pinnable_bytes: int
+    numa_node: int
+
+class DiskStatistics:
+    """Of an unnamed tier with a cap of 0 where there is no disk."""
+
+    directory: str
+    direct: bool
+    cap_bytes: int
+    file_bytes: int
+    live_bytes: int
+    live_extents: int
+    peak_live_bytes: int
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def write_ms(self) -> float: ...
+    @property
+    def read_ms(self) -> float: ...
+    @property
+    def failed_transfers(self) -> int: ...
+
+class ResidencyStatistics:
+    spilled_tickets: int
+    fetched_tickets: int
+    evicted_tickets: int
+    write_refusal: str
 
 class EngineStatistics:
     offloads: int
@@ -77,22 +105,76 @@ def start(reserve_bytes: int, cap_bytes: int) -> None: ...
 def started() -> bool: ...
 def enable_pinning(device: int) -> None: ...
 def set_cap(cap_bytes: int) -> None: ...
+def set_poisoning(on: bool) -> None:
+    """Whether slots are overwritten with 0xff as they are handed out and as they go free."""
+
 def set_max_in_flight_bytes(nbytes: int) -> None: ...
-def offload(device: int, address: int, nbytes: int, compute_stream: int) -> Ticket: ...
+def offload(
+    device: int, address: int, nbytes: int, compute_stream: int, leaves: bool = False
+) -> Ticket: ...
 def reload(ticket: Ticket, address: int, compute_stream: int) -> Copy: ...
+def try_reload(ticket: Ticket, address: int, compute_stream: int) -> Copy | None:
+    """As `reload`; None where that would block."""
+
+def host_slot(ticket: Ticket) -> Slot:
+    """Blocks until the bytes are in the arena."""
+
+def tier_of(ticket: Ticket) -> str:
+    """`"host"` or `"disk"`."""
+
+def put_last(ticket: Ticket) -> None:
+    """Makes it the last that is written to the disk."""
+
+def set_disk(directory: str, cap_bytes: int) -> None:
+    """An empty directory ends spilling. Raises while tickets are on the disk."""
+
+def allocate(nbytes: int) -> Slot:
+    """A slot of the arena with nothing in it, for measurements."""
+
 def retire() -> None: ...
 def drain() -> None: ...
 def trim() -> None: ...
 def close() -> None: ...
 def arena_statistics() -> ArenaStatistics: ...
+def disk_statistics() -> DiskStatistics: ...
+def residency_statistics() -> ResidencyStatistics: ...
 def engine_statistics() -> EngineStatistics: ...
+
+# Codecs: `codec` is fp8, int8 or bits, `dtype` float32, float16, bfloat16 or bool. `device`
+# is a CUDA index, whose `stream` the work is queued on, or -1: the CPU works before the call
+# returns, on at most that many `threads` (0: all cores). The format is in csrc/codec.h.
+
+def encoded_bytes(codec: str, dtype: str, shape: Sequence[int]) -> int: ...
+def encode(
+    device: int,
+    codec: str,
+    dtype: str,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    encoded_address: int,
+    stream: int,
+    seed: int | None = None,
+    threads: int = 0,
+) -> None: ...
+def decode(
+    device: int,
+    codec: str,
+    dtype: str,
+    encoded_address: int,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    stream: int,
+    threads: int = 0,
+) -> None: ...
 
 class SlotAllocator:
     """The arena's placement logic alone, for simulations: it touches no memory."""
 
     def __init__(self, cap_bytes: int, step_bytes: int) -> None: ...
     def allocate(self, nbytes: int) -> int: ...
-    def release(self, offset: int) -> None: ...
+    def release(self, offset: int) -> int: ...
     def trim(self) -> int: ...
     @property
     def committed_bytes(self) -> int: ...
@@ -115,5 +197,5 @@ def host_queues(device: int) -> tuple[int, int]:
     """The engine's (D2H, H2D) streams of a host device."""
 
 def host_fail_next_copies(device: int, count: int) -> None: ...
-def host_refuse_pinning(device: int, reason: str) -> None:
-    """Refuses `pin` from now on; an empty reason allows it again."""
+def host_refuse_pinning(device: int, reason: str, above_bytes: int = 0) -> None:
+    """Refuses to pin more than `above_bytes` from now on; an empty reason allows it again."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from offload import _native
 from offload._wrap import wrapped_layers
+from offload.policy import format_bytes
 from offload.store import default_store
+from offload.tier_report import ArenaReport, DiskReport, arena_report, common_fields, disk_report
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,8 +37,9 @@ _COLUMNS = (
 class LayerReport:
     """Figures of one layer, summed over all steps since it was wrapped.
 
-    `host_bytes` and `device_bytes` are what its tickets hold now; `offloaded_bytes` and
-    `reloaded_bytes` what was copied; times are of finished copies.
+    `host_bytes`, `disk_bytes`, `device_bytes` are where its tickets are now; `offloaded_bytes` and
+    `reloaded_bytes` what was copied; times are of finished copies. `codec_errors` is
+    `||x - decoded|| / ||x||` of the first tensors of each role that a codec applies to.
     """
 
     name: str
@@ -48,23 +51,12 @@ class LayerReport:
     reloaded_bytes: int
     kept_bytes: int
     host_bytes: int
+    disk_bytes: int
     device_bytes: int
     d2h_ms: float
     h2d_ms: float
     stall_ms: float
-
-
-@dataclass(frozen=True)
-class ArenaReport:
-    """The process's host arena. `live_bytes` belong to tickets; `committed_bytes` use memory."""
-
-    cap_bytes: int
-    committed_bytes: int
-    pinned_bytes: int
-    live_bytes: int
-    peak_live_bytes: int
-    peak_committed_bytes: int
-    pin_refusal: str
+    codec_errors: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -75,6 +67,9 @@ class Report:
         verdict: one line: active or not, and why.
         layers: one entry a wrapped layer.
         arena: the host arena, None before its first use; all models of the process share it.
+        disk: the disk tier, None where the process has none.
+        written_bytes_per_step: what all models wrote to the disk since this one was wrapped, by its
+            steps.
         steps, elapsed_ms: training steps, and their time from first forward to last replay.
         back_pressure_ms: time the process waited because too many bytes were in flight.
     """
@@ -82,6 +77,8 @@ class Report:
     verdict: str
     layers: tuple[LayerReport, ...]
     arena: ArenaReport | None
+    disk: DiskReport | None
+    written_bytes_per_step: int
     steps: int
     elapsed_ms: float
     back_pressure_ms: float
@@ -92,6 +89,15 @@ class Report:
         return sum(layer.offloaded_bytes + layer.reloaded_bytes for layer in self.layers)
 
     @property
+    def codec_errors(self) -> dict[str, float]:
+        """The largest relative error of a layer, by role; empty without a codec."""
+        largest: dict[str, float] = {}
+        for layer in self.layers:
+            for role, error in layer.codec_errors.items():
+                largest[role] = max(error, largest.get(role, 0.0))
+        return largest
+
+    @property
     def stall_ms(self) -> float:
         """Time that computation stood still for reloads, all layers."""
         return sum(layer.stall_ms for layer in self.layers)
@@ -100,7 +106,11 @@ class Report:
         """Returns plain dicts, lists, numbers and strings, fit for JSON."""
         fields = asdict(self)
         fields["layers"] = [dict(layer) for layer in fields["layers"]]
-        return fields | {"moved_bytes": self.moved_bytes, "stall_ms": self.stall_ms}
+        return fields | {
+            "moved_bytes": self.moved_bytes,
+            "stall_ms": self.stall_ms,
+            "codec_errors": self.codec_errors,
+        }
 
     def __str__(self) -> str:
         rows = [_COLUMNS, *(_row(layer) for layer in self.layers)]
@@ -112,28 +122,27 @@ class Report:
             )
             for row in rows
         ]
-        return "\n".join([self.verdict, *lines, self._arena_line()])
+        return "\n".join([self.verdict, *lines, self._lines_below()])
 
     def __rich__(self) -> Table:
         from rich.table import Table
 
-        table = Table(title=self.verdict, caption=self._arena_line())
+        table = Table(title=self.verdict, caption=self._lines_below())
         for column, title in enumerate(_COLUMNS):
             table.add_column(title, justify="left" if column == 0 else "right")
         for layer in self.layers:
             table.add_row(*_row(layer))
         return table
 
-    def _arena_line(self) -> str:
-        if self.arena is None:
-            return "host arena: not used"
-        arena = self.arena
-        line = (
-            f"host arena: {_size(arena.live_bytes)} live (peak {_size(arena.peak_live_bytes)}), "
-            f"{_size(arena.committed_bytes)} committed, {_size(arena.pinned_bytes)} page-locked, "
-            f"cap {_size(arena.cap_bytes)}"
-        )
-        return f"{line}; pageable: {arena.pin_refusal}" if arena.pin_refusal else line
+    def _lines_below(self) -> str:
+        lines = [str(self.arena) if self.arena else "host arena: not used"]
+        if self.disk is not None:
+            written = format_bytes(self.written_bytes_per_step)
+            lines.append(f"{self.disk}; {written} written a step")
+        if errors := self.codec_errors:
+            shown = ", ".join(f"{role} {100 * error:.2f} %" for role, error in errors.items())
+            lines.append(f"codec: relative error {shown}")
+        return "\n".join(lines)
 
 
 def report(model: nn.Module) -> Report:
@@ -151,35 +160,30 @@ def report(model: nn.Module) -> Report:
     calls = wrapped_layers(model)
     layers = tuple(_layer_report(call) for call in calls)
     installation = calls[0].installation if calls else None
-    engine = _native.engine_statistics() if _native.started() else None
+    copies = _native.engine_statistics() if _native.started() else None
+    disk = disk_report()
+    steps = installation.progress.steps if installation else 0
+    written = disk.written_bytes - installation.written_before if disk and installation else 0
     return Report(
         verdict=_verdict(layers, installation),
         layers=layers,
-        arena=_arena_report(),
-        steps=installation.progress.steps if installation else 0,
+        arena=arena_report(),
+        disk=disk,
+        written_bytes_per_step=written // max(1, steps),
+        steps=steps,
         elapsed_ms=installation.progress.elapsed_ms if installation else 0.0,
-        back_pressure_ms=engine.back_pressure_ms if engine else 0.0,
+        back_pressure_ms=copies.back_pressure_ms if copies else 0.0,
     )
 
 
 def _layer_report(call: LayerCall) -> LayerReport:
     return LayerReport(
-        **_common_fields(call.record, LayerReport),
+        **common_fields(call.record, LayerReport),
         host_bytes=call.record.live_bytes("host"),
+        disk_bytes=call.record.live_bytes("disk"),
         device_bytes=call.record.live_bytes("device"),
+        codec_errors=call.record.relative_errors(),
     )
-
-
-def _arena_report() -> ArenaReport | None:
-    if not _native.started():
-        return None
-    return ArenaReport(**_common_fields(_native.arena_statistics(), ArenaReport))
-
-
-def _common_fields(source: object, report_class: type[LayerReport] | type[ArenaReport]) -> Any:
-    """Reads the fields of a report from the counters that bear the same names."""
-    names = [field.name for field in fields(report_class)]
-    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None) -> str:
@@ -193,7 +197,7 @@ def _verdict(layers: tuple[LayerReport, ...], installation: Installation | None)
     moved = sum(layer.offloaded_bytes + layer.reloaded_bytes for layer in layers)
     elapsed = installation.progress.elapsed_ms
     stalled = 100 * sum(layer.stall_ms for layer in layers) / elapsed if elapsed else 0.0
-    return f"active: {head}, {_size(moved)} moved, {stalled:.1f} % stalled"
+    return f"active: {head}, {format_bytes(moved)} moved, {stalled:.1f} % stalled"
 
 
 def _row(layer: LayerReport) -> tuple[str, ...]:
@@ -202,19 +206,10 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
         layer.mode or "-",
         str(layer.forwards),
         str(layer.recomputes),
-        _size(layer.offloaded_bytes),
-        _size(layer.kept_bytes),
-        _size(layer.host_bytes),
+        format_bytes(layer.offloaded_bytes),
+        format_bytes(layer.kept_bytes),
+        format_bytes(layer.host_bytes),
         f"{layer.d2h_ms:.1f}",
         f"{layer.h2d_ms:.1f}",
         f"{layer.stall_ms:.1f}",
     )
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

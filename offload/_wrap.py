@@ -73,6 +73,11 @@ def wrap(
             )
     if policy.host_bytes is not None:
         engine.set_host_cap(int(policy.host_bytes))
+    if policy.disk is not None:
+        limit = None if policy.disk_bytes is None else int(policy.disk_bytes)
+        engine.set_disk(str(policy.disk), limit)
+    if policy.debug:
+        default_store().set_debug(True)
     unwrap(model)
     _install(model, named, Installation(policy, len(named), verify=verify))
     return model

@@ -100,7 +100,10 @@ def _snapshot(leaves: list[Any]) -> list[Any]:
 
 
 def run_checkpointed(
-    region: CheckpointRegion, tier_of: Callable[[torch.Tensor], str], record: Record
+    region: CheckpointRegion,
+    tier_of: Callable[[torch.Tensor], str],
+    record: Record,
+    codec_of: Callable[[torch.Tensor], str | None],
 ) -> Any:
     """Runs a region now and lets autograd replay it in backward.
 
@@ -112,11 +115,12 @@ def run_checkpointed(
         region: the call; its tensors are taken out of it.
         tier_of: where each input goes, see `OffloadHooks`.
         record: where to count.
+        codec_of: their codecs, likewise.
 
     Returns:
         Whatever the layer returns.
     """
-    with OffloadHooks(default_store(), tier_of, record):
+    with OffloadHooks(default_store(), tier_of, record, codec_of):
         return checkpoint(region, *region.take_tensors(), use_reentrant=False)
 
 

@@ -17,20 +17,25 @@ class ArenaFull(OffloadError):
         asked_bytes: size of the tensor that did not fit.
         free_bytes: bytes below the cap that no ticket owns, in all pieces together.
         cap_bytes: the cap, from `Policy.host_bytes` or 70 % of the memory that was available.
+        disk_refusal: why nothing could be moved on to the disk; empty where there is none.
     """
 
-    def __init__(self, asked_bytes: int, free_bytes: int, cap_bytes: int) -> None:
+    def __init__(
+        self, asked_bytes: int, free_bytes: int, cap_bytes: int, disk_refusal: str = ""
+    ) -> None:
+        disk = f" Nor could the disk take more: {disk_refusal}" if disk_refusal else ""
+        remedy = "Raise Policy.host_bytes, name a directory in Policy.disk, or use fewer tokens."
         super().__init__(
             f"store.offload: expected {asked_bytes:,} bytes free in the host arena, got "
-            f"{free_bytes:,} of a cap of {cap_bytes:,}. "
-            "Raise Policy.host_bytes, or use fewer tokens."
+            f"{free_bytes:,} of a cap of {cap_bytes:,}.{disk} {'' if disk else remedy}".rstrip()
         )
         self.asked_bytes = asked_bytes
         self.free_bytes = free_bytes
         self.cap_bytes = cap_bytes
+        self.disk_refusal = disk_refusal
 
-    def __reduce__(self) -> tuple[type[ArenaFull], tuple[int, int, int]]:
-        return ArenaFull, (self.asked_bytes, self.free_bytes, self.cap_bytes)
+    def __reduce__(self) -> tuple[type[ArenaFull], tuple[int, int, int, str]]:
+        return ArenaFull, (self.asked_bytes, self.free_bytes, self.cap_bytes, self.disk_refusal)
 
 
 class TicketPoisoned(OffloadError):

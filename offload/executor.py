@@ -138,7 +138,7 @@ class TiledCall:
             part = hidden[:, tile.begin : tile.end]
             if tape.store is not None:
                 tile.random = random = RandomState(devices, earlier=random)
-                tile.hidden = tape.put(tile, part)
+                tile.hidden = tape.put(tile, part, "input")
             result = self.ambient.run(self.forward_cell, part, tape, tile)
             if output is None:
                 shape = (hidden.shape[0], hidden.shape[1], *result.shape[2:])

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from offload import _native
 from offload.policy import Policy
 from offload.store.identity import nbytes_of
 from offload.store.statistics import Progress, Record
@@ -26,6 +27,7 @@ class Installation:
         self.verify = verify
         self.progress = Progress()
         self.records: list[Record] = []
+        self.written_before = _native.disk_statistics().written_bytes if _native.started() else 0
         self.largest_input_bytes = 0
         self.input_device_type = ""
         self.warned: set[str] = set()
@@ -46,7 +48,9 @@ class Installation:
         """Returns where the input of a layer in checkpoint mode goes, as `OffloadHooks` wants."""
         if self._stays_on_device(tensor) or from_end <= self.policy.keep_last:
             return "ordered"
-        return "host" if self.wants_host(tensor) else "device"
+        if not self.wants_host(tensor):
+            return "device"
+        return "disk" if self.policy.tier == "disk" else "host"
 
     def _stays_on_device(self, tensor: torch.Tensor) -> bool:
         tier = self.policy.tier
@@ -78,7 +82,7 @@ class Installation:
 
     def warn_if_idle(self) -> None:
         """Warns once when a step that was to move something moved nothing."""
-        wants_host = self.policy.tier == "host" or (
+        wants_host = self.policy.tier in ("host", "disk") or (
             self.policy.tier == "auto" and self.input_device_type != "cpu"
         )
         if wants_host and (reason := self.idle_reason()):

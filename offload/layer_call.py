@@ -126,9 +126,15 @@ class LayerCall(ForwardStandIn):
                 return "device"
             return installation.tier_of(tensor, self.from_end)
 
+        # Of what has no gradient (a mask with -inf, say) nothing may be lost.
+        lossy = {tensor_key(tensor) for tensor in region.tensors if tensor.requires_grad}
+
+        def codec_of(tensor: torch.Tensor) -> str | None:
+            return installation.policy.codecs.input if tensor_key(tensor) in lossy else None
+
         snapshot = LayerSnapshot(self.module, self.name, self.written_buffers)
         region.snapshot = snapshot
-        output = run_checkpointed(region, tier_of, self.record)
+        output = run_checkpointed(region, tier_of, self.record, codec_of)
         written, missing = snapshot.check_after_forward()
         self.written_buffers = written | (self.written_buffers or set())
         if missing:

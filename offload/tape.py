@@ -21,6 +21,7 @@ from offload.ops.attention import attend, attend_backward
 from offload.ops.intervals import causal_intervals, host_copy
 from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall
+from offload.policy import NO_CODECS, Codecs
 from offload.store import Store, Ticket
 from offload.store.layout import compact
 from offload.store.statistics import Record
@@ -66,6 +67,8 @@ class Tape:
         record: where to count.
         on_host: whether tensors leave the device. The last tile's never do with `keep_last`.
         keep_last: whether backward begins with this layer.
+        leaves: whether what leaves the device goes on to the disk at once.
+        codecs: of what leaves it.
         backend: of attention.
     """
 
@@ -77,6 +80,8 @@ class Tape:
         *,
         on_host: bool = False,
         keep_last: bool = False,
+        leaves: bool = False,
+        codecs: Codecs = NO_CODECS,
         backend: str = "auto",
     ) -> None:
         self.tiles = [TileRecord(begin, end) for begin, end in tiles]
@@ -85,15 +90,20 @@ class Tape:
         self._record = record
         self._on_host = on_host
         self._keep_last = keep_last
+        self._leaves = leaves
+        self._codecs = codecs
         self._ahead_bytes: int | None = None
         self.blocks: list[KeyBlock] = []
 
-    def put(self, tile: TileRecord, tensor: torch.Tensor, *, in_order: bool = True) -> Ticket:
+    def put(
+        self, tile: TileRecord, tensor: torch.Tensor, role: str = "", *, in_order: bool = True
+    ) -> Ticket:
         """Stores one tensor of a tile where the policy wants it.
 
         Args:
             tile: the tile it belongs to.
             tensor: must not be written to from now on.
+            role: a field of `Codecs`, whose codec it is stored with; empty for none.
             in_order: whether to link it for prefetch.
 
         Returns:
@@ -105,6 +115,8 @@ class Tape:
             self._ahead_bytes = INPUTS_AHEAD * tensor.nbytes
         options: Any = {"in_order": in_order, "ahead_bytes": self._ahead_bytes}
         if self._on_host and not stays:
+            codec = getattr(self._codecs, role) if role else None
+            options |= {"leaves": self._leaves, "codec": codec, "role": role}
             return self.store.offload(tensor, self._record, **options)
         if self._on_host and tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()  # the rest of what it is a part of may go
@@ -154,9 +166,9 @@ class ForwardAttention:
                 backend=tape.backend,
             )
         if tape.store is not None:
-            tile.k = tape.put(tile, block.k, in_order=False)
-            tile.v = tape.put(tile, block.v, in_order=False)
-            tile.out = tape.put(tile, out)
+            tile.k = tape.put(tile, block.k, "kv", in_order=False)
+            tile.v = tape.put(tile, block.v, "kv", in_order=False)
+            tile.out = tape.put(tile, out, "attention")
             tile.lse = tape.put(tile, lse)
         return out
 

@@ -172,6 +172,8 @@ class PreparedCall:
             tiling.record,
             on_host=installation.wants_host(hidden),
             keep_last=tiling.keep_last,
+            leaves=installation.policy.tier == "disk",
+            codecs=installation.policy.codecs,
             backend=backend,
         )
         snapshot = LayerSnapshot(layer, tiling.name, written=set())

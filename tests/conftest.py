@@ -25,20 +25,22 @@ warnings.filterwarnings(
 
 
 FEW_LONG_TESTS = (
-    "test_examples.py",
-    "test_smollm2.py",
-    "test_tiled_memory.py",
+    "test_smollm2.py",  # unpacks the model, which the two last files need as well
     "test_tiled_distributed.py",
+    "test_tiled_memory.py",
     "test_head_training.py",
     "test_processes.py",
     "test_step.py",
     "test_native.py",
+    "test_codec_steps.py",
+    "test_examples.py",
 )
 
 
 def pytest_collection_modifyitems(items):
     """Puts files of few and long tests first: left to the end, one process would wait for them."""
-    items.sort(key=lambda item: item.path.name not in FEW_LONG_TESTS)
+    order = {name: index for index, name in enumerate(FEW_LONG_TESTS)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_runtest_setup(item):
@@ -53,6 +55,7 @@ def store():
     """The process's store, with nothing in it before and after the test."""
     store = default_store()
     settle(store)
+    assert not _native.started() or _native.disk_statistics().cap_bytes == 0
     yield store
     settle(store)
     store.retire()

@@ -12,6 +12,7 @@ PACKAGE = Path(offload.__file__).parent
 RANKS = [
     ["__init__"],
     ["_report"],
+    ["tier_report"],
     ["_wrap"],
     ["layer_call"],
     ["tiling"],

@@ -168,5 +168,19 @@ def test_the_arena_stays_near_the_peak_of_live_bytes_over_five_lengths():
     assert allocator.committed_bytes <= 1.05 * peak + step
 
 
+@pytest.mark.parametrize("scale", [1, 64])
+def test_sixteen_layers_of_70000_tokens_reserve_two_percent_more_at_most(scale):
+    allocator = _native.SlotAllocator(1 << 40, (64 << 20) // scale)
+    layer_bytes = 70_000 * 3_072 * 2 // scale  # bf16
+    committed = set()
+    for _ in range(20):
+        slots = [allocator.allocate(layer_bytes) for _ in range(16)]
+        committed.add(allocator.committed_bytes)
+        for slot in reversed(slots):
+            allocator.release(slot)
+    assert len(committed) == 1
+    assert committed.pop() <= 1.02 * 16 * layer_bytes
+
+
 def test_the_version_is_the_distributions():
     assert offload.__version__ == _native.VERSION

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 import offload
+from offload.store import engine
 from tests.models import FORCED, blocks, step
 
 
@@ -95,3 +96,31 @@ def test_a_report_prints_as_text_dict_and_rich_table(store):
     console = Console(file=io.StringIO(), width=160)
     console.print(report)
     assert "layers.2" in console.file.getvalue()
+
+
+def test_a_report_of_the_disk_names_bytes_and_rates(store, tmp_path):
+    policy = offload.Policy(mode="checkpoint", min_bytes=0, tier="disk", disk=tmp_path)
+    wrapped = offload.wrap(blocks(4), policy=policy)
+    assert "not used" not in str(offload.report(wrapped))
+    try:
+        for seed in range(2):
+            step(wrapped, loss_of, seed)
+            store.synchronize()
+        report = offload.report(wrapped)
+        input_bytes = 2 * 63 * 32 * 4
+        assert report.disk.directory == str(tmp_path)
+        assert report.disk.live_bytes == 0
+        assert report.disk.peak_live_bytes >= 16384
+        assert report.written_bytes_per_step in (3 * 16384, 2 * 16384, 16384)
+        assert report.written_bytes_per_step >= input_bytes
+        text = str(report)
+        assert "disk: 0 B live (peak " in text
+        assert "written a step" in text
+        restored = json.loads(json.dumps(report.to_dict()))
+        assert restored["disk"]["written_bytes"] == report.disk.written_bytes
+    finally:
+        del report
+        store.synchronize()
+        engine.end_disk()
+    assert offload.report(wrapped).disk is None
+    assert "disk:" not in str(offload.report(wrapped))

@@ -20,20 +20,29 @@ class OffloadHooks(torch.autograd.graph.saved_tensors_hooks):
 
     Args:
         store: where the tensors go.
-        tier_of: says for a saved tensor `"host"` (copy it), `"ordered"` (keep it by reference, but
-            let its reload start those of the tensors stored before it) or `"device"` (keep it).
+        tier_of: says for a saved tensor `"host"` (copy it), `"disk"` (copy it and let it leave the
+            host at once), `"ordered"` (keep it by reference, but let its reload start those of the
+            tensors stored before it) or `"device"` (keep it).
             Hooks get a detached alias of the tensor; recognise it by its `tensor_key`. Tensors that
             are not plain are kept whatever it says.
         record: where to count.
+        codec_of: names the codec of a tensor that is copied, as `tier_of` does its place.
     """
 
     def __init__(
-        self, store: Store, tier_of: Callable[[torch.Tensor], str], record: Record | None = None
+        self,
+        store: Store,
+        tier_of: Callable[[torch.Tensor], str],
+        record: Record | None = None,
+        codec_of: Callable[[torch.Tensor], str | None] = lambda tensor: None,
     ) -> None:
         def pack(tensor: torch.Tensor) -> Ticket:
             tier = tier_of(tensor) if is_plain(tensor) else "device"
-            if tier == "host":
-                return store.offload(tensor, record)
+            if tier in ("host", "disk"):
+                leaves = tier == "disk"
+                return store.offload(
+                    tensor, record, leaves=leaves, codec=codec_of(tensor), role="input"
+                )
             return store.keep(tensor, record, in_order=tier == "ordered")
 
         super().__init__(pack, Ticket.reload)

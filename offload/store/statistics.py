@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
+
 if TYPE_CHECKING:
     from offload.store.ticket import Ticket
+
+
+ERROR_SAMPLES = 4
+"""Tensors of a layer and role whose error is measured: enough to see it, at no cost to speak of."""
 
 
 @dataclass(eq=False)
@@ -24,6 +31,7 @@ class Record:
         reloaded_bytes: copies back to the device that were started.
         d2h_ms, h2d_ms: time that finished copies took on their queues.
         stall_ms: time that the consumer stood still for a reload.
+        errors: what codecs lost of the first tensors of each role, see `note_error`.
     """
 
     name: str
@@ -39,6 +47,35 @@ class Record:
     h2d_ms: float = 0.0
     stall_ms: float = 0.0
     tickets: WeakSet[Ticket] = field(default_factory=WeakSet, repr=False)
+    errors: dict[str, list[torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    def note_error(
+        self, role: str, tensor: torch.Tensor, decoded: Callable[[], torch.Tensor]
+    ) -> None:
+        """Measures what a codec lost, for the first `ERROR_SAMPLES` tensors of a role.
+
+        Does not wait for the device.
+
+        Args:
+            role: what the tensor is to the layer.
+            tensor: as it was.
+            decoded: makes it as it will come back; the result is overwritten.
+        """
+        samples = self.errors.setdefault(role, [])
+        if len(samples) < ERROR_SAMPLES:
+            with torch.no_grad():
+                exact = tensor.detach()
+                lost = decoded().sub_(exact)
+                norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (lost, exact)]
+                samples.append(torch.stack(norms))
+
+    def relative_errors(self) -> dict[str, float]:
+        """Returns `||x - decoded|| / ||x||` of each role over what was measured; waits for it."""
+        totals = {role: torch.stack(s).double().square().sum(0) for role, s in self.errors.items()}
+        return {
+            role: (lost / exact).sqrt().item() if exact > 0 else 0.0
+            for role, (lost, exact) in totals.items()
+        }
 
     def live_bytes(self, tier: str) -> int:
         """Returns the bytes of this layer's tickets that are alive in a tier now."""

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import _native
 from offload.errors import OffloadError, TicketPoisoned
-from offload.store import engine
+from offload.store import debug, engine
+from offload.store.encoding import encoding_of
 from offload.store.identity import TensorKey, nbytes_of, storage_reference, tensor_key
 from offload.store.layout import compact
 from offload.store.statistics import Record
@@ -58,9 +59,26 @@ class Store:
         self._buffers: list[Prefetched] = []
         self._last: dict[torch.device, weakref.ref[Ticket]] = {}
         self._prefetched: weakref.WeakSet[Ticket] = weakref.WeakSet()
-        self._shared: dict[TensorKey, tuple[weakref.ref[Ticket], StorageWeakRef]] = {}
+        self._shared: dict[
+            tuple[TensorKey, str | None], tuple[weakref.ref[Ticket], StorageWeakRef]
+        ] = {}
         self._sweep_at = SWEEP_ENTRIES  # doubles with what lives, so that sweeps cost a constant
         self._untimed: deque[tuple[_native.Copy, Record, bool]] = deque()
+        self._debug = False
+
+    def set_debug(self, on: bool) -> None:
+        """Switches the debug mode (`offload.store.debug`).
+
+        Args:
+            on: for what is stored from now on.
+
+        Raises:
+            OffloadError: if the package `xxhash` is missing.
+        """
+        if on:
+            debug.require_xxhash()
+        engine.set_poisoning(on)
+        self._debug = on
 
     # -- storing ---------------------------------------------------------------------------------
 
@@ -90,6 +108,9 @@ class Store:
         *,
         in_order: bool = True,
         ahead_bytes: int | None = None,
+        leaves: bool = False,
+        codec: str | None = None,
+        role: str = "",
     ) -> Ticket:
         """Starts the copy of a tensor to the host and returns the ticket that owns the bytes.
 
@@ -103,26 +124,35 @@ class Store:
             record: where to count it.
             in_order: whether reloads of later tickets start this one's; `link` does it later.
             ahead_bytes: how much of what was stored before it its reload starts ahead.
+            leaves: whether it goes on to the disk at once, and not only when the arena is full.
+            codec: encodes it on its device first, where it takes such a tensor (`encoding_of`);
+                None copies the bytes, and packs those of bool.
+            role: what the record counts the codec's error under.
 
         Returns:
             A ticket of tier `host`; with no elements, of tier `device`.
 
         Raises:
-            ArenaFull: if the host arena cannot take it below its cap.
+            ArenaFull: if neither the host arena nor the disk can take it below their caps.
             OffloadError: in a forked child, while a CUDA graph is captured, or after the exit
                 began.
         """
         if tensor.numel() == 0:
             return self.keep(tensor, record, ahead_bytes=ahead_bytes)
         self.retire()
-        key = tensor_key(tensor)
+        key = tensor_key(tensor), codec
         shared = self._find_shared(key)
         if shared is not None:
             return shared
-        source, layout = compact(tensor)
+        encoding = encoding_of(tensor, codec)
+        source, layout = compact(tensor if encoding is None else encoding.encode(tensor))
         version = version_of(source) if source is tensor else None
-        native = engine.offload(source, layout.nbytes)
-        ticket = Ticket(self, tensor, record, ahead_bytes, native, layout)
+        native = engine.offload(source, layout.nbytes, leaves=leaves)
+        if record is not None and encoding is not None and encoding.loses:
+            record.note_error(role, tensor, lambda: encoding.decode(source))
+        ticket = Ticket(self, tensor, record, ahead_bytes, native, layout, encoding)
+        if self._debug:
+            ticket.checksum = debug.checksum(source, layout.nbytes)
         entry = _Source(native.offload_copy, source, version, weakref.ref(ticket))
         with self._lock:
             self._sources.setdefault(tensor.device, deque()).append(entry)
@@ -137,7 +167,7 @@ class Store:
         self.retire()
         return ticket
 
-    def _find_shared(self, key: TensorKey) -> Ticket | None:
+    def _find_shared(self, key: tuple[TensorKey, str | None]) -> Ticket | None:
         with self._lock:
             if len(self._shared) >= self._sweep_at:
                 for stale in [k for k, (ticket, _) in self._shared.items() if ticket() is None]:
@@ -151,6 +181,8 @@ class Store:
         """Puts a ticket that was stored out of order behind those stored so far."""
         with self._lock:
             self._link(ticket)
+        if ticket.native is not None:
+            engine.put_last(ticket.native)
 
     def _link(self, ticket: Ticket) -> None:
         ticket.previous = self._last.get(ticket.device)
@@ -169,9 +201,9 @@ class Store:
             if ticket.native is None or ticket.prefetched is not None or ticket.poison is not None:
                 return
             try:
-                self._begin_reload(ticket)
+                self._begin_reload(ticket, hint=True)
             except (OffloadError, torch.OutOfMemoryError):
-                return  # a hint: whoever needs the tensor meets the error
+                return  # whoever needs the tensor meets the error
 
     def reload(self, ticket: Ticket) -> torch.Tensor:
         """Brings a ticket's tensor back; see `Ticket.reload`."""
@@ -185,8 +217,8 @@ class Store:
             raise OffloadError(
                 "Ticket.reload: expected a live ticket, got a released one. Reload it first."
             )
-        buffer = self._reloaded_buffer(ticket)
-        return ticket.layout.restore(buffer)
+        stored = ticket.layout.restore(self._reloaded_buffer(ticket))
+        return stored if ticket.encoding is None else ticket.encoding.decode(stored)
 
     def _reloaded_buffer(self, ticket: Ticket) -> torch.Tensor:
         stream = engine.compute_stream(ticket.device)
@@ -205,6 +237,7 @@ class Store:
         try:
             with engine.native_errors():
                 reload.copy.wait(stream)
+            ticket.check_bytes(reload.buffer)
         except TicketPoisoned as error:
             ticket.poison = str(error)
             raise
@@ -225,17 +258,25 @@ class Store:
         if ticket.poison is not None:
             raise TicketPoisoned(ticket.poison)
 
-    def _begin_reload(self, ticket: Ticket) -> None:
-        """Allocates the buffer on the current stream and starts the copy. Requires the lock."""
+    def _begin_reload(self, ticket: Ticket, *, hint: bool = False) -> None:
+        """Allocates the buffer on the current stream and starts the copy. Requires the lock.
+
+        As a hint it does nothing where the copy would have to wait for room in the arena.
+        """
         assert ticket.native is not None
         assert ticket.layout is not None
         stream = engine.compute_stream(ticket.device)
         buffer = ticket.layout.new_buffer(ticket.device)
+        if self._debug:
+            debug.poison(buffer)
         try:
-            copy = engine.reload(ticket.native, buffer, stream)
+            start = engine.try_reload if hint else engine.reload
+            copy = start(ticket.native, buffer, stream)
         except TicketPoisoned as error:
             ticket.poison = str(error)
             raise
+        if copy is None:
+            return
         ticket.prefetched = Prefetched(buffer, copy, stream)
         self._buffers.append(ticket.prefetched)
         self._prefetched.add(ticket)

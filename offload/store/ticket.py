@@ -10,6 +10,8 @@ import torch
 
 from offload import _native
 from offload.errors import TicketPoisoned
+from offload.store import debug
+from offload.store.encoding import Encoding
 from offload.store.identity import nbytes_of
 from offload.store.layout import Layout
 
@@ -45,6 +47,7 @@ class Ticket:
         ahead_bytes: int | None,
         native: _native.Ticket | None = None,
         layout: Layout | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         self.device = tensor.device
         self.nbytes = layout.nbytes if layout is not None else nbytes_of(tensor)
@@ -53,18 +56,20 @@ class Ticket:
         self.poison: str | None = None
         self.native = native
         self.layout = layout
+        self.encoding = encoding
         self.prefetched: Prefetched | None = None
         self.previous: weakref.ref[Ticket] | None = None
+        self.checksum: int | None = None  # of the stored bytes, in debug mode
         self._store = store
         self._kept = tensor if native is None else None
         self._kept_version = version_of(tensor)
 
     @property
     def tier(self) -> str:
-        """Where the bytes are: `"device"`, `"host"`, or `"released"`."""
+        """Where the bytes are: `"device"`, `"host"`, `"disk"`, or `"released"`."""
         if self._kept is not None:
             return "device"
-        return "host" if self.native is not None else "released"
+        return "released" if self.native is None else _native.tier_of(self.native)
 
     def prefetch(self) -> None:
         """Starts the reload on the current stream, unless it is under way; only a hint."""
@@ -77,7 +82,8 @@ class Ticket:
         it. The reloads of the tickets stored before this one are started as well.
 
         Returns:
-            A tensor equal to the saved one in values, shape, strides, dtype and device.
+            A tensor equal to the saved one in values, shape, strides, dtype and device; in values
+            only nearly so after a lossy codec.
 
         Raises:
             TicketPoisoned: if a copy failed, or the saved tensor was changed in place.
@@ -92,7 +98,7 @@ class Ticket:
         self.prefetched = None
 
     def host_view(self) -> torch.Tensor:
-        """Shows the host bytes, once they have arrived; blocks until then.
+        """Shows the stored bytes on the host, once they have arrived; blocks until then.
 
         The view owns the slot: it stays valid after the ticket was released. Do not write to it.
 
@@ -100,18 +106,29 @@ class Ticket:
             `[nbytes]` uint8 on the CPU.
 
         Raises:
-            TicketPoisoned: if the copy to the host failed.
-            ValueError: if the ticket's bytes are not on the host.
+            TicketPoisoned: if the copy to the host or the read from the disk failed.
+            ValueError: if the ticket's bytes never left the device.
         """
         if self.native is None:
             raise ValueError(
                 f"Ticket.host_view: expected a ticket of tier 'host', got '{self.tier}'."
             )
         try:
-            self.native.offload_copy.synchronize()
+            slot = _native.host_slot(self.native)
         except _native.CopyFailed as error:
             raise TicketPoisoned(str(error)) from error
-        return torch.frombuffer(self.native.slot, dtype=torch.uint8)
+        view = torch.frombuffer(slot, dtype=torch.uint8)
+        self.check_bytes(view)
+        return view
+
+    def check_bytes(self, buffer: torch.Tensor) -> None:
+        """In debug mode, raises TicketPoisoned unless a buffer holds the bytes that were stored."""
+        if self.checksum is None:
+            return
+        nbytes = nbytes_of(buffer)
+        got = debug.checksum(buffer, nbytes)
+        if got != self.checksum:
+            raise TicketPoisoned(debug.describe_difference(self.checksum, got, nbytes))
 
     def kept_tensor(self) -> torch.Tensor | None:
         """Hands out what a ticket of tier `device` holds.

@@ -1,5 +1,6 @@
 """Tiny runs of the bench, in this process where a process of their own is not what is tested."""
 
+import gc
 import io
 import json
 import warnings
@@ -11,6 +12,8 @@ from bench import runner
 from bench.cli import main
 from bench.spec import StepSpec
 from bench.worker import Worker, serve
+from offload import _native
+from offload.store import default_store, engine
 
 TINY = ["--hidden", "32", "--layers", "2", "--heads", "4", "--vocab", "128", "--tokens", "63"]
 
@@ -40,6 +43,13 @@ class WorkerHere:
 @pytest.fixture
 def workers_here(monkeypatch):
     monkeypatch.setattr(runner, "WorkerProcess", WorkerHere)
+    cap = _native.arena_statistics().cap_bytes if _native.started() else None
+    yield
+    if _native.started():  # a method may have set the disk and the cap of this process
+        gc.collect()
+        default_store().synchronize()
+        engine.end_disk()
+        engine.set_host_cap(cap or 1 << 30)
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ class ForwardingDevice final : public offload::Device {
     }
 
     void unpin(void* address) override { host_.unpin(address); }
+    int numa_node() const override { return host_.numa_node(); }
 
     bool capturing = false;
     int copies_until_refusal = -1;  // negative: never

@@ -1,9 +1,13 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -18,6 +22,18 @@ using namespace offload;
 namespace {
 
 constexpr std::size_t kStep = Arena::kStepBytes;
+
+/// Mappings of this process that begin inside a range.
+std::size_t mapped_regions(const unsigned char* begin, std::size_t bytes) {
+    const auto first = reinterpret_cast<std::uintptr_t>(begin);
+    std::ifstream maps("/proc/self/maps");
+    std::size_t count = 0;
+    for (std::string line; std::getline(maps, line);) {
+        const std::uintptr_t at = std::stoull(line, nullptr, 16);
+        count += at >= first && at < first + bytes;
+    }
+    return count;
+}
 
 }  // namespace
 
@@ -39,6 +55,29 @@ TEST(arena_slot_is_writable_and_has_the_size_asked_for) {
     CHECK(statistics.live_bytes == kStep + 4096);
     CHECK(statistics.peak_live_bytes == kStep + 4096);
     CHECK(statistics.peak_committed_bytes == 2 * kStep);
+}
+
+TEST(arena_poisons_slots_as_they_are_handed_out_and_as_they_go_free) {
+    Arena arena(4 * kStep, 4 * kStep);
+    const auto all_are = [](const unsigned char* data, std::size_t bytes, unsigned char value) {
+        return std::all_of(data, data + bytes, [=](unsigned char byte) { return byte == value; });
+    };
+    const auto neighbour = arena.allocate(5000);
+    CHECK(all_are(neighbour->data(), 5000, 0));
+    arena.set_poisoning(true);
+    auto slot = arena.allocate(10'000);
+    unsigned char* const data = slot->data();
+    CHECK(all_are(data, 10'000, Arena::kPoison));
+    std::memset(data, 7, 10'000);
+    slot.reset();
+    arena.statistics();  // takes note of what went free
+    CHECK(all_are(data, 10'000, Arena::kPoison));
+    CHECK(all_are(neighbour->data(), 5000, 0));
+    arena.set_poisoning(false);
+    std::memset(data, 7, 10'000);
+    slot = arena.allocate(10'000);
+    CHECK(slot->data() == data);
+    CHECK(all_are(data, 10'000, 7));
 }
 
 TEST(arena_refuses_a_cap_below_one_step_or_above_its_reservation) {
@@ -109,6 +148,69 @@ TEST(arena_goes_on_pageable_and_keeps_the_reason_when_pinning_is_refused) {
     CHECK(statistics.pin_refusal == "the limit on locked memory");
     CHECK(statistics.pinned_bytes == kStep);
     CHECK(statistics.committed_bytes == 4 * kStep);
+}
+
+TEST(arena_keeps_its_first_steps_pinned_when_later_ones_are_refused) {
+    HostDevice device(0);
+    device.refuse_pinning("out of memory", 2 * kStep + kStep / 2);
+    Arena arena(4 * kStep, 4 * kStep);
+    arena.enable_pinning(device);
+    const auto slot = arena.allocate(3 * kStep);
+    CHECK(arena.statistics().pin_refusal == "out of memory");
+    CHECK(arena.statistics().pinned_bytes == 2 * kStep);
+    const auto later = arena.allocate(kStep);
+    CHECK(arena.statistics().pinned_bytes == 2 * kStep);
+    CHECK(arena.statistics().committed_bytes == 4 * kStep);
+}
+
+TEST(arena_pins_its_first_steps_again_after_a_trim_and_asks_for_no_more) {
+    HostDevice device(0);
+    device.refuse_pinning("out of memory", kStep);
+    Arena arena(4 * kStep, 4 * kStep);
+    arena.enable_pinning(device);
+    arena.allocate(3 * kStep).reset();
+    arena.trim();
+    CHECK(arena.statistics().pinned_bytes == 0);
+    arena.allocate(3 * kStep).reset();
+    CHECK(arena.statistics().pinned_bytes == kStep);
+    arena.trim();
+    device.refuse_pinning("");
+    const auto slot = arena.allocate(3 * kStep);
+    CHECK(arena.statistics().pinned_bytes == kStep);
+    CHECK(arena.statistics().pin_refusal == "out of memory");
+}
+
+TEST(arena_in_steady_state_commits_and_maps_nothing) {
+    HostDevice device(0);
+    Arena arena(8 * kStep, 8 * kStep);
+    arena.enable_pinning(device);
+    const auto first = arena.allocate(1);
+    unsigned char* const begin = first->data() - first->offset();
+    const auto round = [&arena] {
+        std::vector<std::shared_ptr<Slot>> slots;
+        for (std::size_t i = 0; i < 16; ++i) {
+            slots.push_back(arena.allocate((3 + i * 7 % 11) * kMiB + 1000 * i));
+            if (i % 5 == 4) {
+                slots.erase(slots.begin());
+            }
+        }
+        while (!slots.empty()) {
+            slots.pop_back();
+        }
+    };
+    round();
+    const ArenaStatistics before = arena.statistics();
+    const std::size_t regions = mapped_regions(begin, 8 * kStep);
+    CHECK(before.committed_bytes >= 2 * kStep && regions >= 2);
+    for (int i = 0; i < 20; ++i) {
+        round();
+        const ArenaStatistics now = arena.statistics();
+        CHECK(now.committed_bytes == before.committed_bytes);
+        CHECK(now.pinned_bytes == before.pinned_bytes);
+        CHECK(now.peak_committed_bytes == before.peak_committed_bytes);
+        CHECK(now.peak_live_bytes == before.peak_live_bytes);
+        CHECK(mapped_regions(begin, 8 * kStep) == regions);
+    }
 }
 
 TEST(trim_returns_memory_and_a_later_slot_is_usable) {

@@ -40,7 +40,7 @@ TEST(rule_01_offload_starts_after_the_work_that_produced_its_tensor) {
     CHECK(!ticket->offload_copy()->done());
     gate.open();
     ticket->offload_copy()->synchronize();
-    CHECK(slot_bytes(*ticket) == expected);
+    CHECK(slot_bytes(world.engine, *ticket) == expected);
 }
 
 TEST(rule_01_offload_waits_for_no_work_queued_after_the_call) {
@@ -49,8 +49,8 @@ TEST(rule_01_offload_waits_for_no_work_queued_after_the_call) {
     const auto ticket = world.offload(source, world.compute);
     Gate gate(world.device, world.compute);
     ticket->offload_copy()->synchronize();
-    CHECK(!gate.reached() || slot_bytes(*ticket) == source);
-    CHECK(slot_bytes(*ticket) == source);
+    CHECK(!gate.reached() || slot_bytes(world.engine, *ticket) == source);
+    CHECK(slot_bytes(world.engine, *ticket) == source);
 }
 
 TEST(rule_02_source_is_busy_until_its_copy_is_done) {
@@ -93,8 +93,8 @@ TEST(rule_02_bytes_in_flight_are_bounded) {
     gate.open();
     thread.join();
     world.engine.drain();
-    CHECK(slot_bytes(*blocked) == third);
-    CHECK(slot_bytes(*blocked_large) == large);
+    CHECK(slot_bytes(world.engine, *blocked) == third);
+    CHECK(slot_bytes(world.engine, *blocked_large) == large);
     CHECK(world.engine.statistics().peak_in_flight_bytes == 3 * kMiB);
 }
 
@@ -156,12 +156,12 @@ TEST(rule_04_slot_is_not_reused_before_its_offload_has_finished) {
     const Bytes source = pattern(kMiB, 4);
     Gate gate(world.device, world.d2h);
     auto ticket = world.offload(source, kCallerStream);
-    const unsigned char* const address = ticket->slot()->data();
+    const unsigned char* const address = world.engine.slot_now(*ticket)->data();
     ticket.reset();
     world.engine.retire();
     CHECK(world.arena.statistics().live_slots == 1);
     const auto other = world.offload(source, kCallerStream);
-    CHECK(other->slot()->data() != address);
+    CHECK(world.engine.slot_now(*other)->data() != address);
     gate.open();
     world.engine.drain();
     CHECK(world.arena.statistics().live_slots == 1);
@@ -205,7 +205,7 @@ TEST(rule_05_buffer_may_be_overwritten_by_work_that_waits_for_its_offload) {
     world.let_others_run();
     gate.open();
     world.synchronize(world.compute);
-    CHECK(slot_bytes(*ticket) == original);
+    CHECK(slot_bytes(world.engine, *ticket) == original);
     CHECK(source[1] == 0);
 }
 

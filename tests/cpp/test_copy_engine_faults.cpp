@@ -69,7 +69,7 @@ TEST(rule_11_view_of_a_slot_outlives_its_ticket) {
     World world;
     const Bytes source = pattern(kMiB, 11);
     auto ticket = world.stored(source);
-    const std::shared_ptr<Slot> view = ticket->slot();
+    const std::shared_ptr<Slot> view = world.engine.host_slot(*ticket);
     ticket.reset();
     const auto other = world.stored(pattern(kMiB, 12));
     CHECK(Bytes(view->data(), view->data() + view->bytes()) == source);
@@ -91,7 +91,7 @@ TEST(rule_11_copy_that_cannot_be_queued_is_a_failed_copy) {
     const Bytes small = pattern(1000, 12);
     const auto good = engine.offload(device, small.data(), small.size(), kCallerStream);
     good->offload_copy()->synchronize();
-    CHECK(slot_bytes(*good) == small);
+    CHECK(slot_bytes(engine, *good) == small);
 }
 
 TEST(copies_are_split_where_separately_locked_steps_meet) {
@@ -124,7 +124,7 @@ TEST(offload_waits_for_copies_that_hold_slots_before_it_says_arena_full) {
     gate.open();
     thread.join();
     ticket->offload_copy()->synchronize();
-    CHECK(slot_bytes(*ticket) == source);
+    CHECK(slot_bytes(world.engine, *ticket) == source);
     CHECK_THROWS(ArenaFull, world.offload(source, kCallerStream));
     CHECK_THROWS(ArenaFull,
                  world.engine.try_offload(world.device, source.data(), kStep, kCallerStream));
@@ -161,7 +161,7 @@ TEST(rule_13_close_finishes_what_was_queued) {
     world.let_others_run();
     gate.open();
     closer.join();
-    CHECK(slot_bytes(*ticket) == source);
+    CHECK(slot_bytes(world.engine, *ticket) == source);
 }
 
 TEST(rule_13_closing_ends_an_offload_that_is_blocked_on_the_bound) {

@@ -46,7 +46,7 @@ TEST(rule_08_queues_and_bounds_belong_to_the_tensors_device) {
     const auto stream = second_device.create_stream();
     const auto free_ticket = world.engine.offload(second_device, source.data(), kMiB, stream);
     free_ticket->offload_copy()->synchronize();
-    CHECK(slot_bytes(*free_ticket) == source);
+    CHECK(slot_bytes(world.engine, *free_ticket) == source);
     CHECK(!held->offload_copy()->done());
     CHECK_THROWS(Error, world.offload(source, stream));
     gate.open();

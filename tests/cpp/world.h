@@ -14,6 +14,9 @@ using Bytes = std::vector<unsigned char>;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread")))  // private memory, and much of it
+#endif
 inline Bytes pattern(std::size_t bytes, unsigned seed) {
     Bytes result(bytes);
     for (std::size_t i = 0; i < bytes; ++i) {
@@ -22,8 +25,10 @@ inline Bytes pattern(std::size_t bytes, unsigned seed) {
     return result;
 }
 
-inline Bytes slot_bytes(const offload::Ticket& ticket) {
-    return Bytes(ticket.slot()->data(), ticket.slot()->data() + ticket.bytes());
+/// What the ticket's copy brought to the host; waits for it.
+inline Bytes slot_bytes(offload::CopyEngine& engine, const offload::Ticket& ticket) {
+    const auto slot = engine.host_slot(ticket);
+    return Bytes(slot->data(), slot->data() + slot->bytes());
 }
 
 /// Destroyed in the order engine, arena, devices; tickets and gates of a test go first.

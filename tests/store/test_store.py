@@ -266,7 +266,7 @@ def test_a_host_view_outlives_its_ticket_and_blocks_reuse_of_the_slot(store):
     store.synchronize()
     others = [store.offload(torch.zeros(4096, dtype=torch.int32)) for _ in range(4)]
     store.synchronize()
-    assert all(other.native.slot.address != address for other in others)
+    assert all(_native.host_slot(other.native).address != address for other in others)
     assert torch.equal(view.view(torch.int32), tensor)
     del view, others
 
@@ -321,7 +321,7 @@ def test_refused_pinning_falls_back_to_pageable_memory_with_one_warning(store):
     store.trim()
     _native.host_refuse_pinning(CPU, "the memlock limit is 64 KiB")
     try:
-        with pytest.warns(UserWarning, match=r"page-lock.*64 KiB") as caught:  # noqa: PT031
+        with pytest.warns(UserWarning, match=r"pinned host memory.*64 KiB") as caught:  # noqa: PT031
             engine.request_pinning(torch.device("cpu"))
             tickets = [store.offload(torch.full((1000,), float(i))) for i in range(5)]
             assert [int(t.reload()[0]) for t in tickets] == list(range(5))
