@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from offload.ambient import RandomState
 from offload.errors import OffloadError, TileRefused
-from offload.ops.attention import attend, attend_backward
+from offload.ops.tile_attention import attend, attend_backward
 from offload.ops.intervals import causal_intervals, host_copy
 from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall

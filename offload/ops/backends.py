@@ -67,15 +67,11 @@ def choose_backend(function: str, name: str, q: torch.Tensor, value_dim: int) ->
     Raises:
         ValueError: if there is no backend of that name, or it does not take these tensors.
     """
+    check_name(function, name)
     if name == "torch":
         return TORCH
     if name == "reference":
         return REFERENCE
-    if name not in NAMES:
-        raise ValueError(
-            f"{function}: expected backend 'auto', 'triton', 'torch' or 'reference', got {name!r}. "
-            "Use 'auto'."
-        )
     if name == "auto" and q.device.type != "cuda":
         return TORCH
     refusal = _triton_refusal(q, value_dim)
@@ -88,6 +84,15 @@ def choose_backend(function: str, name: str, q: torch.Tensor, value_dim: int) ->
     raise ValueError(
         f"{function}: expected tensors that backend 'triton' takes, got {refusal}. Use 'auto'."
     )
+
+
+def check_name(function: str, name: str) -> None:
+    """Raises where there is no backend of that name; `function` names the caller."""
+    if name not in NAMES:
+        raise ValueError(
+            f"{function}: expected backend 'auto', 'triton', 'torch' or 'reference', got {name!r}. "
+            "Use 'auto'."
+        )
 
 
 def _triton_refusal(q: torch.Tensor, value_dim: int) -> str:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from offload.errors import TileRefused
 from offload.executor import TiledCall
 from offload.layer_arguments import LayerArguments, LayerResult
-from offload.ops.attention import attend
+from offload.ops.tile_attention import attend
 from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall
 from offload.probe.copies import holds_quantised_weights, in_float32

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from offload.ops.attention import attend, attend_backward, attention
+from offload.ops.attention import attention
+from offload.ops.tile_attention import attend, attend_backward
 from offload.ops.intervals import causal_intervals
 from offload.ops.key_blocks import KeyBlock
 from offload.ops.merging import merge
