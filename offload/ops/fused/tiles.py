@@ -1,7 +1,9 @@
 """How large the tiles of the Triton kernels are, by card, head dim and dtype.
 
 A table rather than autotuning: the first step is not slower than the others, and the same card
-always runs the same kernels. `python -m bench attention --tune` measures another table.
+always runs the same kernels. Every entry fits the card's shared memory and keeps its sums in
+registers; `python -m bench kernels` compiles them all and says so. `python -m bench attention
+--tune` measures others on the card at hand.
 """
 
 from __future__ import annotations
@@ -28,10 +30,6 @@ class KernelTiles(NamedTuple):
     keys: KernelTile
 
 
-SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10}
-"""Shared memory that a program may take, by compute capability; see also `shared_bytes`."""
-
-
 def shared_bytes(capability: tuple[int, int]) -> int:
     """Returns how much shared memory a program may take on a card.
 
@@ -39,11 +37,14 @@ def shared_bytes(capability: tuple[int, int]) -> int:
         capability: its compute capability.
 
     Returns:
-        Bytes.
+        Bytes; of a card that is not known, what the smallest have.
+
+    Source:
+        CUDA C++ Programming Guide, technical specifications per compute capability.
     """
-    if capability[0] in (9, 10, 11):
+    if capability[0] in (9, 10):
         return 227 << 10
-    return SHARED_BYTES.get(capability, 99 << 10)
+    return (163 if capability in ((8, 0), (8, 7)) else 99) << 10
 
 
 def tiles_for(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> KernelTiles:
@@ -51,38 +52,60 @@ def tiles_for(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) ->
 
     Args:
         capability: the card's compute capability.
-        head_dim: the larger one of keys and values.
+        head_dim: the larger one of keys and values, at most 256.
         dtype: of queries, keys and values.
 
     Returns:
         The tiles.
     """
+    size = next(size for size in (64, 128, 256) if head_dim <= size)
     if dtype == torch.float32:
-        return _FLOAT32[_size(head_dim)]
-    large = shared_bytes(capability) > 150 << 10
-    return (_LARGE if large else _SMALL)[_size(head_dim)]
+        return _FLOAT32[size]
+    if capability[0] in (9, 10):
+        return (_HOPPER if capability[0] == 9 else _BLACKWELL)[size]
+    if size == 256 and shared_bytes(capability) >= 163 << 10:
+        return _AMPERE_256
+    return _AMPERE[size]
 
 
-def _size(head_dim: int) -> int:
-    return next(size for size in (64, 128, 256) if head_dim <= size)
-
-
-_LARGE = {
+_AMPERE = {
     64: KernelTiles(
-        KernelTile(128, 64, 4, 3), KernelTile(128, 64, 4, 3), KernelTile(64, 128, 4, 3)
+        KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(32, 128, 8, 2)
+    ),
+    128: KernelTiles(KernelTile(64, 64, 4, 2), KernelTile(64, 64, 4, 2), KernelTile(64, 64, 8, 2)),
+    256: KernelTiles(KernelTile(64, 64, 8, 1), KernelTile(64, 32, 8, 1), KernelTile(32, 32, 8, 1)),
+}
+"""Of 8.0, and of all cards whose tensor cores are fed the same way: 8.x, 12.x."""
+
+_AMPERE_256 = KernelTiles(
+    KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 1), KernelTile(32, 32, 8, 1)
+)
+"""Where there is the shared memory for it: 8.0 and 8.7."""
+
+_HOPPER = {
+    64: KernelTiles(
+        KernelTile(128, 64, 4, 3), KernelTile(128, 64, 8, 3), KernelTile(32, 128, 8, 2)
     ),
     128: KernelTiles(
-        KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(64, 128, 8, 2)
+        KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(32, 64, 8, 2)
     ),
-    256: KernelTiles(KernelTile(64, 64, 8, 2), KernelTile(64, 32, 8, 2), KernelTile(32, 64, 8, 1)),
+    256: KernelTiles(KernelTile(64, 64, 8, 1), KernelTile(32, 64, 8, 1), KernelTile(32, 32, 8, 1)),
 }
-_SMALL = {
-    64: KernelTiles(KernelTile(128, 64, 4, 3), KernelTile(64, 64, 4, 3), KernelTile(64, 64, 4, 2)),
-    128: KernelTiles(KernelTile(64, 64, 4, 2), KernelTile(64, 32, 4, 2), KernelTile(32, 64, 4, 2)),
-    256: KernelTiles(KernelTile(64, 32, 8, 1), KernelTile(32, 32, 4, 1), KernelTile(32, 32, 4, 1)),
+
+_BLACKWELL = {
+    64: KernelTiles(
+        KernelTile(128, 64, 4, 3), KernelTile(128, 64, 8, 3), KernelTile(64, 128, 8, 1)
+    ),
+    128: KernelTiles(
+        KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 2), KernelTile(32, 128, 8, 1)
+    ),
+    256: KernelTiles(KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 1), KernelTile(32, 32, 8, 1)),
 }
+"""Of 10.x; cards of 12.x have Ampere's instructions and shared memory."""
+
 _FLOAT32 = {
     64: KernelTiles(KernelTile(64, 32, 4, 2), KernelTile(32, 32, 4, 2), KernelTile(32, 32, 4, 2)),
     128: KernelTiles(KernelTile(32, 32, 4, 1), KernelTile(32, 16, 4, 1), KernelTile(16, 32, 4, 1)),
     256: KernelTiles(KernelTile(16, 16, 4, 1), KernelTile(16, 16, 4, 1), KernelTile(16, 16, 4, 1)),
 }
+"""Of float32, which is multiplied without tensor cores unless TF32 was asked for."""
