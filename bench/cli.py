@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import codec, forward, kernels, plot, step, store
+from bench import attention, codec, forward, kernels, plot, step, store
 
 COMMANDS = {
     "step": step,
     "forward": forward,
     "store": store,
+    "attention": attention,
     "codec": codec,
     "kernels": kernels,
     "plot": plot,

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for cards that need not be there: registers, spills, shared memory."""
+"""Compiles the Triton kernels for cards that need not be there: registers, spills, memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def compile_entry(
     compiled = compile_kernel(
         card, head_dim, getattr(torch, dtype), mask == "causal", kernel, tile, strides
     )
-    registers, spilled = _resources(compiled.asm["cubin"])
+    registers, spilled = resources(compiled.asm["cubin"])
     # After Triton's passes, a product that tensor cores make has a layout of theirs.
     dots = re.findall(r"(?:tt\.dot |warp_group_dot |tc_gen5_mma ).*", compiled.asm["ttgir"])
     on_cores = [dot for dot in dots if "#mma" in dot or "tc_gen5_mma" in dot or "#tmem" in dot]
@@ -242,7 +242,7 @@ def narrow_products(ttir: str) -> list[str]:
     return found
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     """Returns registers of a thread, and bytes of its stack, which only spills take here."""
     import triton
 

@@ -170,12 +170,12 @@ def _attention_backward(
 
 @_attention.register_fake
 def _empty_results(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = q.shape
     # Laid out as [B, S, H, Dv], which is what the output projection reads.
-    out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
-    return out, q.new_empty(batch, heads, rows, dtype=wide_dtype(q))
+    out = q.new_empty((batch, rows, heads, v.shape[-1])).transpose(1, 2)
+    return out, q.new_empty((batch, heads, rows), dtype=wide_dtype(q))
 
 
 @_attention_backward.register_fake

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from offload.ops import _torch
 from offload.ops.attention import attention
-from offload.ops.tile_attention import attend, attend_backward
 from offload.ops.intervals import Rows, Visibility, causal_intervals, full_intervals
+from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     F64,
     LAYOUTS,

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from offload.ops import _torch
 from offload.ops.attention import TILE_TOKENS, attention
-from offload.ops.tile_attention import attend, attend_backward
 from offload.ops.intervals import causal_intervals, with_host_copy
 from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall, routed
+from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     BACKENDS,
     LAYOUTS,

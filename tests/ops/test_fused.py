@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.ops.attention import attention
-from offload.ops.tile_attention import attend, attend_backward
 from offload.ops.intervals import causal_intervals, causal_pattern
+from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     LAYOUTS,
     MASKS,
@@ -149,6 +149,46 @@ def test_attention_of_a_whole_sequence_under_autograd():
     del expected[1]
     for a, e in zip([out.detach(), *grads], expected, strict=True):
         torch.testing.assert_close(a.double().cpu(), e, rtol=0, atol=1e-5)
+
+
+FAR = 2**31
+"""Elements: a 32-bit offset does not reach the last row."""
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_offsets_beyond_2_to_the_31_elements(tmp_path, dim):
+    files = itertools.count()
+
+    def far_apart(x):
+        """The same values, those of neighbours in a dim so far apart, in a file that is sparse."""
+        strides = list(torch.empty_like(x, memory_format=torch.contiguous_format).stride())
+        strides[dim] = FAR // (x.shape[dim] - 1) + 64
+        needed = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
+        file = tmp_path / str(next(files))
+        size = needed * x.dtype.itemsize
+        storage = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=size)
+        view = torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, strides)
+        return view.copy_(x)
+
+    rows, keys = 20, 24
+    q, k, v, d_out = tensors(rows=rows, keys=keys, dtype=torch.float16)
+    lse = torch.empty(2, 4, rows)
+    causal = (None, 0, keys - rows, backend.NO_WINDOW, 0.25, 0.0)
+
+    def results(move):
+        out, dq = move(torch.zeros_like(d_out)), move(torch.zeros_like(q))
+        dk, dv = move(torch.zeros_like(k).float()), move(torch.zeros_like(v).float())
+        inputs = [move(x) for x in (q, k, v)]
+        backend.forward(*inputs, *causal, None, None, out, lse)
+        delta = backend.delta_of(move(d_out), out)
+        arguments = (move(d_out), *inputs, lse, delta, *causal)
+        backend.backward_keys(*arguments, dk, dv)
+        backend.backward_queries(*arguments, None, dq)
+        return [x.clone() for x in (out, lse, dq, dk, dv)]
+
+    near, far = results(torch.clone), results(far_apart)
+    assert all(x.any() for x in near)
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
 
 
 @pytest.mark.parametrize(

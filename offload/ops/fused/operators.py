@@ -316,7 +316,7 @@ def _options(q: torch.Tensor, v: torch.Tensor, softcap: float) -> dict[str, Any]
 
 def padded(head_dim: int) -> int:
     """Returns how wide the kernels' matrices are: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def kernel_tiles(q: torch.Tensor, v: torch.Tensor) -> KernelTiles:
