@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,22 @@ def run(args: argparse.Namespace) -> int:
             [args.strides],
         )
     )
-    if args.jobs > 1:
-        with ProcessPoolExecutor(args.jobs) as pool:
-            rows = list(pool.map(compile_entry, *zip(*cases, strict=True)))
-    else:
-        rows = [compile_entry(*case) for case in cases]
+    shared = begin_record("kernels", "cpu")
+    rows = []
+    for row in _compiled(cases, args.jobs):
+        rows.append(shared | row)
+        if args.json:
+            write_json(args.json, rows[-1:])
     print_rows(rows)
-    if args.json:
-        shared = begin_record("kernels", "cpu")
-        write_json(args.json, [shared | row for row in rows])
     return int(any(complaints(row) for row in rows))
+
+
+def _compiled(cases: list[tuple[Any, ...]], jobs: int) -> Iterator[Row]:
+    if jobs == 1:
+        yield from itertools.starmap(compile_entry, cases)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(compile_entry, *zip(*cases, strict=True))
 
 
 def complaints(row: Row) -> list[str]:

@@ -72,7 +72,7 @@ _AMPERE = {
     64: KernelTiles(
         KernelTile(128, 64, 8, 3), KernelTile(128, 64, 8, 3), KernelTile(32, 128, 8, 2)
     ),
-    128: KernelTiles(KernelTile(64, 64, 4, 2), KernelTile(64, 64, 4, 2), KernelTile(64, 64, 8, 2)),
+    128: KernelTiles(KernelTile(64, 64, 8, 2), KernelTile(64, 64, 8, 2), KernelTile(32, 64, 8, 2)),
     256: KernelTiles(KernelTile(64, 64, 8, 1), KernelTile(64, 32, 8, 1), KernelTile(32, 32, 8, 1)),
 }
 """Of 8.0, and of all cards whose tensor cores are fed the same way: 8.x, 12.x."""
