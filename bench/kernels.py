@@ -173,7 +173,7 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from offload.ops.fused import backward, common, forward
+    from offload.ops.fused import backward, forward
     from offload.ops.fused.operators import padded
 
     function: Any = {
@@ -193,15 +193,7 @@ def compile_kernel(
         "SOFTCAP": False,
         "PRECISION": "ieee",
     }
-    element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    types = {
-        **dict.fromkeys(("q", "k", "v", "d_out", "out"), common.Operand(element, *[strides] * 3)),
-        **dict.fromkeys(("carry", "dq", "dk", "dv"), common.Operand("*fp32", *[strides] * 3)),
-        "mask": common.Mask("*i64", strides, strides, "i32", "i32", "i64", "i32", "i32"),
-        **dict.fromkeys(("lse", "delta", "carry_lse"), "*fp32"),
-        **dict.fromkeys(("heads", "group"), "i32"),
-        **dict.fromkeys(("softmax_scale", "softcap"), "fp32"),
-    }
+    types = _types(dtype, strides)
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -222,6 +214,21 @@ def compile_kernel(
         target=GPUTarget("cuda", card, 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
+
+
+def _types(dtype: torch.dtype, strides: str) -> dict[str, Any]:
+    """Returns the types of the kernels' arguments by name."""
+    from offload.ops.fused.common import Mask, Operand
+
+    element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    return {
+        **dict.fromkeys(("q", "k", "v", "d_out", "out"), Operand(element, *[strides] * 3)),
+        **dict.fromkeys(("carry", "dq", "dk", "dv"), Operand("*fp32", *[strides] * 3)),
+        "mask": Mask("*i64", strides, strides, "i32", "i32", "i64", "i32", "i32"),
+        **dict.fromkeys(("lse", "delta", "carry_lse"), "*fp32"),
+        **dict.fromkeys(("heads", "group"), "i32"),
+        **dict.fromkeys(("softmax_scale", "softcap"), "fp32"),
+    }
 
 
 def narrow_products(ttir: str) -> list[str]:
