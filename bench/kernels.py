@@ -24,6 +24,14 @@ CARDS = (80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (64, 80, 128, 256)
 KERNELS = ("forward", "queries", "keys")
 MASKS = ("causal", "intervals")
+VARIANTS = {
+    "usual": {},
+    "softcap": {"SOFTCAP": True},
+    "first": {"CARRY": False},
+    "one": {"CARRY": False, "SOFTCAP": True},
+}
+"""How kernels are launched: over a further key block, with a softcap, over the first key block, and
+for one token of one head, whose sizes of 1 Triton compiles in."""
 
 _TENSOR_CORE_INSTRUCTION = r"\b(?:mma\.sync|wgmma\.mma|tcgen05\.mma)"
 
@@ -41,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", default="bfloat16,float16")
     parser.add_argument("--masks", default=listed(MASKS))
     parser.add_argument(
+        "--variants",
+        default="usual",
+        help=f"some of {listed(tuple(VARIANTS))}; only usual ones must not spill",
+    )
+    parser.add_argument(
         "--strides", choices=("i32", "i64"), default="i64", help="how strides are passed"
     )
     parser.add_argument("--jobs", type=int, default=1, help="compilations at once")
@@ -57,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
         0; 1 where a kernel spills, lacks tensor cores or does not fit.
     """
     os.environ.pop("TRITON_INTERPRET", None)  # read when the kernels are imported
-    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # today's default, whatever tomorrow's will be
     cases = list(
         itertools.product(
             map(int, args.cards.split(",")),
@@ -65,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
             args.dtypes.split(","),
             args.masks.split(","),
             KERNELS,
+            args.variants.split(","),
             [args.strides],
         )
     )
@@ -89,7 +102,7 @@ def _compiled(cases: list[tuple[Any, ...]], jobs: int) -> Iterator[Row]:
 def complaints(row: Row) -> list[str]:
     """Says what is wrong with a compiled entry of the tile table; empty if nothing is."""
     found = []
-    if row["spilled_bytes"]:
+    if row["spilled_bytes"] and row["variant"] == "usual":
         found.append(f"spills {row['spilled_bytes']} B")
     if row["shared_bytes"] > row["shared_limit"]:
         found.append(f"takes {row['shared_bytes']} B of {row['shared_limit']} B shared memory")
@@ -101,7 +114,13 @@ def complaints(row: Row) -> list[str]:
 
 
 def compile_entry(
-    card: int, head_dim: int, dtype: str, mask: str, kernel: str, strides: str = "i64"
+    card: int,
+    head_dim: int,
+    dtype: str,
+    mask: str,
+    kernel: str,
+    variant: str = "usual",
+    strides: str = "i64",
 ) -> Row:
     """Compiles a kernel with its entry of the tile table.
 
@@ -111,6 +130,7 @@ def compile_entry(
         dtype: A name in torch.
         mask: One of `MASKS`.
         kernel: One of `KERNELS`.
+        variant: One of `VARIANTS`.
         strides: Type of strides, "i32" or "i64".
 
     Returns:
@@ -119,9 +139,10 @@ def compile_entry(
     from offload.ops.fused.tiles import shared_bytes, tiles_for
 
     capability = divmod(card, 10)
-    tile = getattr(tiles_for(capability, head_dim, getattr(torch, dtype)), kernel)
+    element = getattr(torch, dtype)
+    tile = getattr(tiles_for(capability, head_dim, element), kernel)
     compiled = compile_kernel(
-        card, head_dim, getattr(torch, dtype), mask == "causal", kernel, tile, strides
+        card, head_dim, element, mask == "causal", kernel, tile, variant, strides
     )
     registers, spilled = resources(compiled.asm["cubin"])
     # After Triton's passes, a product that tensor cores make has a layout of theirs.
@@ -133,6 +154,7 @@ def compile_entry(
         "head_dim": head_dim,
         "dtype": dtype,
         "mask": mask,
+        "variant": variant,
         "strides": strides,
         "tile": list(tile),
         "registers": registers,
@@ -153,9 +175,10 @@ def compile_kernel(
     causal: bool,
     kernel: str,
     tile: Any,
+    variant: str = "usual",
     strides: str = "i64",
 ) -> Any:
-    """Compiles a kernel for a card, as it is launched over several key blocks.
+    """Compiles a kernel for a card.
 
     Args:
         card: Compute capability times ten.
@@ -164,6 +187,7 @@ def compile_kernel(
         causal: Whether bounds are computed; else they are read.
         kernel: One of `KERNELS`.
         tile: A `KernelTile`.
+        variant: One of `VARIANTS`.
         strides: Type of strides, "i32" or "i64".
 
     Returns:
@@ -174,7 +198,7 @@ def compile_kernel(
     from triton.compiler import ASTSource
 
     from offload.ops.fused import backward, forward
-    from offload.ops.fused.operators import padded
+    from offload.ops.fused.operators import compiler_options, padded
 
     function: Any = {
         "forward": forward.forward_kernel,
@@ -192,13 +216,23 @@ def compile_kernel(
         "CARRY": True,
         "SOFTCAP": False,
         "PRECISION": "ieee",
-    }
-    types = _types(dtype, strides)
-    signature: dict[str, Any] = {}
+    } | VARIANTS[variant]
+    source = ASTSource(
+        function, *_specialized(function.arg_names, options, _types(dtype, strides), variant)
+    )
+    target = GPUTarget("cuda", card, 32)
+    return triton.compile(source, target=target, options=compiler_options(tile))
+
+
+def _specialized(
+    names: list[str], options: Row, types: Row, variant: str
+) -> tuple[Row, dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+    """Returns signature, constants and attributes as Triton makes them of a launch."""
+    signature: Row = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     aligned = [["tt.divisibility", 16]]
-    for place, name in enumerate(function.arg_names):
+    for place, name in enumerate(names):
         if name in options:
             signature[name], constants[(place,)] = "constexpr", options[name]
             continue
@@ -209,11 +243,13 @@ def compile_kernel(
             attributes |= {(place, field): aligned for field in range(4)}
         elif types[name].startswith("*"):
             attributes[(place,)] = aligned
-    return triton.compile(
-        ASTSource(function, signature, constants, attributes),
-        target=GPUTarget("cuda", card, 32),
-        options={"num_warps": tile.warps, "num_stages": tile.stages},
-    )
+        if variant == "one" and name in ("heads", "group"):
+            signature[name], constants[(place,)] = "constexpr", 1
+        if variant == "one" and name == "mask":
+            sizes = ("rows", "keys", "begin", "first", "window")
+            signature[name] = types[name]._replace(**dict.fromkeys(sizes, "constexpr"))
+            constants |= {(place, types[name]._fields.index(size)): 1 for size in sizes}
+    return signature, constants, attributes
 
 
 def _types(dtype: torch.dtype, strides: str) -> dict[str, Any]:
@@ -276,7 +312,18 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def print_rows(rows: list[Row]) -> None:
     """Prints one line for each entry."""
     shown = Table(title="Triton kernels as compiled; tile: rows, keys, warps, stages")
-    for column in ("card", "kernel", "D", "dtype", "mask", "tile", "registers", "shared", ""):
+    for column in (
+        "card",
+        "kernel",
+        "D",
+        "dtype",
+        "mask",
+        "variant",
+        "tile",
+        "registers",
+        "shared",
+        "",
+    ):
         shown.add_column(column, justify="right" if column in ("D", "registers") else "left")
     for row in rows:
         shown.add_row(
@@ -285,6 +332,7 @@ def print_rows(rows: list[Row]) -> None:
             str(row["head_dim"]),
             row["dtype"],
             row["mask"],
+            row["variant"],
             ", ".join(map(str, row["tile"])),
             str(row["registers"]),
             f"{row['shared_bytes'] >> 10} of {row['shared_limit'] >> 10} KiB",

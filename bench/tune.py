@@ -40,9 +40,8 @@ def tune(case: Case, rounds: int) -> Iterator[Row]:
         tried = itertools.product(ROWS[kernel], KEYS[kernel], (4, 8), (1, 2, 3))
         present = getattr(table, kernel)
         for tile in {present, *(KernelTile(*sizes) for sizes in tried)}:
-            compiled = compile_kernel(
-                capability[0] * 10 + capability[1], case.head_dim, dtype, True, kernel, tile, "i32"
-            )
+            card = 10 * capability[0] + capability[1]
+            compiled = compile_kernel(card, case.head_dim, dtype, True, kernel, tile, strides="i32")
             spilled = resources(compiled.asm["cubin"])[1]
             shared = compiled.metadata.shared
             fits = not spilled and shared <= shared_bytes(capability)

@@ -80,6 +80,23 @@ def test_softcap_and_scale(mask):
     check(tensors(heads=2), masks(63, 100)[mask], 50, softcap=1.5, softmax_scale=0.4)
 
 
+def test_more_rows_than_a_program_of_keys_looks_at_at_once():
+    case = tensors(batch=1, heads=1, kv_heads=1, rows=530, keys=40)
+    bounds = torch.zeros(1, 530, 2, dtype=torch.int64)
+    bounds[:, 250:270], bounds[:, 505:525] = torch.tensor([[3, 37]]), torch.tensor([[0, 40]])
+    check(case, bounds)
+
+
+def test_bounds_beyond_32_bits():
+    case = tensors(batch=1, heads=1, kv_heads=1, rows=9, keys=40)
+    bounds = torch.tensor([0, 2**32]).repeat(1, 9, 1)
+    bounds[0, 3] = torch.tensor([2**32, 2**33])  # sees nothing
+    bounds[0, 4] = torch.tensor([-(2**32), 7])
+    wide = exact(*case, bounds.clamp(0, 40))
+    narrow = through_blocks(*(x.float().to(DEVICE) for x in case), bounds, backend="triton")
+    assert_right(narrow, wide, torch.float32)
+
+
 @pytest.mark.parametrize("change", LAYOUTS)
 def test_layouts_are_read_where_they_lie(change):
     case = tensors(batch=2, rows=20, keys=45)

@@ -41,7 +41,20 @@ def compiled(tmp_path, *options):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("options", ["causal softcap i64", "intervals first,one i32"])
+def test_every_way_to_launch_them_compiles(tmp_path, options):
+    mask, variants, strides = options.split()
+    rows = compiled(
+        tmp_path,
+        *("--cards", "80", "--head-dims", "64", "--dtypes", "bfloat16", "--masks", mask),
+        *("--variants", variants, "--strides", strides),
+    )
+    assert len(rows) == 3 * len(variants.split(","))
+    assert not [(row["kernel"], c) for row in rows for c in complaints(row)]
+
+
 GOOD = {
+    "variant": "usual",
     "spilled_bytes": 0,
     "shared_bytes": 100,
     "shared_limit": 100,

@@ -139,5 +139,7 @@ def logits(products, softmax_scale, softcap, SOFTCAP: tl.constexpr):
         # tanh(x) = 1 - 2 / (exp(2 x) + 1), right also where exp overflows
         power = tl.exp2(products * (2 * LOG2_E * softmax_scale / softcap))
         bounded = 1 - 2 / (power + 1)
-        return bounded * (softcap * LOG2_E), 1 - bounded * bounded
-    return products * (softmax_scale * LOG2_E), 1.0
+        result, slope = bounded * (softcap * LOG2_E), 1 - bounded * bounded
+    else:
+        result, slope = products * (softmax_scale * LOG2_E), 1.0
+    return result, slope

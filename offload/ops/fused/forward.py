@@ -111,7 +111,7 @@ def forward_kernel(
         carry_head = head_of(carry, batch, head)
         acc = load_rows(carry_head, rows, mask.rows, carry.row, DV, BLOCK_DV).to(tl.float32)
         top = tl.load(carry_lse + stats, mask=exists, other=-INF) * LOG2_E
-        total = tl.where(top == -INF, 0.0, 1.0)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)  # out is divided by the sum already
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         top = tl.full([BLOCK_M], -INF, tl.float32)

@@ -267,9 +267,12 @@ def _launch(
         kernel[grid](*arguments, **options)  # type: ignore[index]
         return
     with torch.cuda.device(arguments[0].at.device):
-        kernel[grid](  # type: ignore[index]
-            *arguments, **options, num_warps=tile.warps, num_stages=tile.stages
-        )
+        kernel[grid](*arguments, **options, **compiler_options(tile))  # type: ignore[index]
+
+
+def compiler_options(tile: KernelTile) -> dict[str, Any]:
+    """Returns how a kernel is compiled for a tile, whatever a release of Triton does by itself."""
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
 def _operand(x: torch.Tensor) -> Operand:
