@@ -4,7 +4,8 @@ Legend: `B` batch, `H` heads, `Hk` KV heads, `T` rows of the tile, `N` keys, `D`
 dim of the values.
 
 As operators they are seen by whatever follows torch's dispatcher: counters of FLOPs, profilers,
-fake tensors. They are below autograd; `attend` and `attend_backward` call them.
+fake tensors. They are below autograd; `attend` and `attend_backward` call them. They are defined
+bare: `torch.library.custom_op` adds checks that take several times as long as a launch.
 """
 
 from __future__ import annotations
@@ -29,9 +30,23 @@ INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 
 _INTERPRETER_TILE = KernelTile(32, 32, 1, 1)
 _DELTA_TILE = KernelTile(64, 64, 4, 1)
+_LIBRARY = torch.library.Library("offload", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-@torch.library.custom_op("offload::fused_forward", mutates_args=("out", "lse"))
+def _operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Makes an operator of the package from a function on real tensors; it writes to `mutates`."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
+        _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+        for backend in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, function, backend)  # type: ignore[no-untyped-call]
+        return getattr(torch.ops.offload, name).default
+
+    return register
+
+
+@_operator("fused_forward", mutates=("out", "lse"))
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,7 +99,7 @@ def forward(
     )
 
 
-@torch.library.custom_op("offload::fused_delta", mutates_args=())
+@_operator("fused_delta")
 def delta_of(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Sums `d_out * out` over the head dim, which every gradient of a row needs.
 
@@ -113,7 +128,7 @@ def delta_of(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return delta
 
 
-@torch.library.custom_op("offload::fused_backward_queries", mutates_args=("dq",))
+@_operator("fused_backward_queries", mutates=("dq",))
 def backward_queries(
     d_out: torch.Tensor,
     q: torch.Tensor,
@@ -168,7 +183,7 @@ def backward_queries(
     )
 
 
-@torch.library.custom_op("offload::fused_backward_keys", mutates_args=("dk", "dv"))
+@_operator("fused_backward_keys", mutates=("dk", "dv"))
 def backward_keys(
     d_out: torch.Tensor,
     q: torch.Tensor,
@@ -229,13 +244,15 @@ def _writes_only_its_arguments(*arguments: Any) -> None:
     """What is left of a kernel that returns nothing where nothing is computed."""
 
 
-for _operator in (forward, backward_queries, backward_keys):
-    _operator.register_fake(_writes_only_its_arguments)
+for _name in ("fused_forward", "fused_backward_queries", "fused_backward_keys"):
+    torch.library.register_fake(f"offload::{_name}", _writes_only_its_arguments, lib=_LIBRARY)
 
 
-@delta_of.register_fake
-def _(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _empty_delta(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out.new_empty(out.shape[:3], dtype=torch.float32)
+
+
+torch.library.register_fake("offload::fused_delta", _empty_delta, lib=_LIBRARY)
 
 
 @register_flop_formula(torch.ops.offload.fused_forward)
