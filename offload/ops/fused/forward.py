@@ -146,9 +146,7 @@ def forward_kernel(
             PRECISION,
         )
 
-    blind = total == 0
-    total = tl.where(blind, 1.0, total)
+    total = tl.where(total == 0, 1.0, total)  # of a row without keys, whose top is -inf
     acc = acc / total[:, None]
     store_rows(head_of(out, batch, head), acc, rows, mask.rows, out.row, DV, BLOCK_DV)
-    result = tl.where(blind, -INF, (top + tl.log2(total)) * LN_2)
-    tl.store(lse + stats, result, mask=exists)
+    tl.store(lse + stats, (top + tl.log2(total)) * LN_2, mask=exists)
