@@ -17,10 +17,13 @@ from tests.ops.attention_cases import (
     masks,
     tensors,
     through_blocks,
+    tokens_first,
     truth,
+    within_something_larger,
 )
 
 backend = pytest.importorskip("offload.ops.fused.backend")
+precision_of = pytest.importorskip("offload.ops.fused.operators").precision_of
 DEVICE = "cpu" if backend.INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if backend.INTERPRETED else [torch.bfloat16])
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -97,6 +100,46 @@ def test_bounds_beyond_32_bits():
     assert_right(narrow, wide, torch.float32)
 
 
+@pytest.mark.parametrize("change", [tokens_first, within_something_larger])
+def test_the_layouts_of_transformers_are_not_copied(monkeypatch, change):
+    q, k, v, d_out = (change(x.float()).to(DEVICE) for x in tensors(batch=2, rows=20, keys=20))
+    read = {"forward": set(), "backward_keys": set(), "backward_queries": set()}
+
+    def reading(function, addresses):
+        def launch(*arguments):
+            addresses.update(x.data_ptr() for x in arguments if isinstance(x, torch.Tensor))
+            function(*arguments)
+
+        return launch
+
+    for name, addresses in read.items():
+        monkeypatch.setattr(backend, name, reading(getattr(backend, name), addresses))
+    through_blocks(q, k, v, d_out, causal_intervals(0, 20), backend="triton")
+    given = {x.data_ptr() for x in (q, k, v)}
+    assert given <= read["forward"]
+    assert given | {d_out.data_ptr()} <= read["backward_keys"] & read["backward_queries"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("fp32_precision", "none", "ieee"),
+        ("fp32_precision", "tf32", "tf32"),
+        ("allow_tf32", True, "tf32"),
+        ("allow_tf32", False, "ieee"),
+    ],
+)
+def test_tf32_is_used_only_where_torch_was_told_so(setting, value, expected):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        setattr(matmul, setting, value)
+        assert precision_of(torch.float32) == expected
+        assert precision_of(torch.float16) == "ieee"
+    finally:
+        matmul.fp32_precision = before
+
+
 @pytest.mark.parametrize("change", LAYOUTS)
 def test_layouts_are_read_where_they_lie(change):
     case = tensors(batch=2, rows=20, keys=45)
@@ -111,16 +154,19 @@ def test_layouts_are_read_where_they_lie(change):
     group=st.sampled_from([1, 2, 3]),
     head_dim=st.sampled_from([16, 24, 64]),
     softcap=st.sampled_from([0.0, 2.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 1000),
 )
-def test_any_intervals_and_any_split_of_the_keys(rows, past, cuts, group, head_dim, softcap, seed):
+def test_any_intervals_and_any_split_of_the_keys(
+    rows, past, cuts, group, head_dim, softcap, dtype, seed
+):
     keys = rows + past
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.randint(0, keys + 1, (1, rows, 2), generator=generator)
     case = tensors(batch=1, heads=2 * group, kv_heads=2, rows=rows, keys=keys, head_dim=head_dim)
     ends = sorted({min(c, keys) for c in cuts} - {keys})
     sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
-    check(case, bounds, *sizes, softcap=softcap)
+    check(case, bounds, *sizes, dtype=dtype, softcap=softcap)
 
 
 def test_a_carry_is_continued_and_left_alone():

@@ -323,15 +323,21 @@ def _scalars(
 
 
 def _options(q: torch.Tensor, v: torch.Tensor, softcap: float) -> dict[str, Any]:
-    exact = q.dtype != torch.float32 or not torch.backends.cuda.matmul.allow_tf32
     return {
         "D": q.shape[-1],
         "DV": v.shape[-1],
         "BLOCK_D": padded(q.shape[-1]),
         "BLOCK_DV": padded(v.shape[-1]),
         "SOFTCAP": softcap > 0,
-        "PRECISION": "ieee" if exact else "tf32",
+        "PRECISION": precision_of(q.dtype),
     }
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Returns how float32 is multiplied: "tf32" where torch was told so for its own products."""
+    # Not `allow_tf32`, which raises once the newer setting was used.
+    asked = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if asked else "ieee"
 
 
 def padded(head_dim: int) -> int:
