@@ -36,10 +36,10 @@ EPS = 16 * torch.finfo(torch.float32).eps
 @pytest.fixture(autouse=True)
 def _float32_is_float32():
     """The error of a product in TF32 would hide ours."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 class StandIns:
