@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import codec, forward, plot, step, store
+from bench import attention, codec, forward, kernels, plot, step, store
 
-COMMANDS = {"step": step, "forward": forward, "store": store, "codec": codec, "plot": plot}
+COMMANDS = {
+    "step": step,
+    "forward": forward,
+    "store": store,
+    "attention": attention,
+    "codec": codec,
+    "kernels": kernels,
+    "plot": plot,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

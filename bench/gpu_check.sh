@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a machine with a card can tell in under 10 minutes: the CUDA build, the tests that need a
-# card, the store bench, and the step bench on a 1B Llama shape under two memory limits. Uses the
+# card, the benches of the store and of attention, and the step bench on a 1B Llama shape under two memory limits. Uses the
 # python3 that is there (with torch, transformers, pybind11, cmake, ninja, rich and matplotlib), no
 # venv.
 # Results: $1 or build/gpu-check.
@@ -19,11 +19,15 @@ python3 -m pip install --no-build-isolation --no-deps -e . || exit 1
 
 note tests
 FAIL_WITHOUT_CUDA=1 attempt timeout 150 python3 -m pytest tests/test_cuda.py \
-    tests/test_cuda_codec.py -q -x
+    tests/test_cuda_codec.py tests/ops/test_fused.py tests/ops/test_attention_cuda.py -q -x
 
 note "store bench"
 attempt timeout 60 python3 -m bench store --device cuda --parts allocation,codec,copy \
     --json "$out/store.jsonl"
+
+note "attention bench"
+attempt timeout 150 python3 -m bench attention --device cuda --lengths 4096,16384,65536 \
+    --json "$out/attention.jsonl"
 
 for limit in 8GiB 16GiB; do
     note "step bench, limit $limit"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 MODES = ("auto", "tiled", "checkpoint", "keep")
 TIERS = ("auto", "device", "host", "disk")
-ATTENTION = ("auto", "torch", "reference")
+ATTENTION = ("auto", "triton", "torch", "reference")
 CODECS = ("fp8", "int8")
 MIN_HOST_BYTES = 64 << 20
 """The arena commits and page-locks memory in steps of this size."""
@@ -102,8 +102,9 @@ class Policy:
         keep_last: layers at the end of which the input (tiled: what the last tile needs) stays on
             the device, since backward needs it first.
         min_bytes: smaller layer inputs stay where they are; a copy costs more than it frees.
-        attention: kernels of tiled layers: `"torch"` takes those of PyTorch, `"reference"` a plain
-            formula that is slow and easy to trust, `"auto"` the fastest for the device.
+        attention: kernels of tiled layers: `"triton"` takes our own, for cards from compute
+            capability 8.0 on, `"torch"` those of PyTorch, `"reference"` a plain formula that is
+            slow and easy to trust; `"auto"` is triton where it runs, else torch.
         loss_chunk_tokens: tokens whose logits exist at once where a transformers model computes its
             loss. None: as many as make 128 MiB; 0 leaves the model's loss alone.
         debug: finds out why numbers are wrong. Whatever leaves the device gets a checksum that is

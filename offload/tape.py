@@ -17,9 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from offload.ambient import RandomState
 from offload.errors import OffloadError, TileRefused
-from offload.ops.attention import KeyBlock, attend, attend_backward
 from offload.ops.intervals import causal_intervals, host_copy
+from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall
+from offload.ops.tile_attention import attend, attend_backward
 from offload.policy import NO_CODECS, Codecs
 from offload.store import Store, Ticket
 from offload.store.layout import compact

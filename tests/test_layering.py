@@ -87,5 +87,14 @@ def test_third_party_libraries_stay_in_their_adapters():
             assert not libraries & {name.split(".")[0] for name in names}, module
 
 
+def test_triton_is_imported_by_its_kernels_only():
+    """So that everything else runs where it is not installed."""
+    for module, path in MODULES.items():
+        if not module.startswith("offload.ops.fused"):
+            text = path.read_text()
+            assert "import triton" not in text, module
+            assert "from triton" not in text, module
+
+
 def test_no_file_bears_the_name_of_something_exported():
     assert not set(offload.__all__) & {path.stem for path in PACKAGE.iterdir()}

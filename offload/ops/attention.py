@@ -1,304 +1,37 @@
-"""Attention of one tile of queries over a sequence of key blocks: exact, mergeable, by blocks.
+"""Attention of a whole sequence: an operator of torch over tiles of queries and chunks of keys.
 
-Legend: `B` batch, `S` sequence (`Sq` queries, `Sk` keys), `T` rows of a tile, `N` keys of a block,
-`H` heads, `Hk` KV heads, `D` head dim (the values' may differ: `Dv`).
-
-Results over disjoint keys merge by their `lse`, the natural logarithm of the sum of exponentials;
-the backward takes the merged `out` and `lse`, so each block can be handled alone, in any order.
+Legend: `B` batch, `Sq` queries, `Sk` keys, `H` heads, `Hk` KV heads, `D` head dim (the values' may
+differ: `Dv`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
-from offload.ops import _torch, reference_attention
-from offload.ops._torch import unit_last_stride
+from offload.ops.backends import check_name
+from offload.ops.flops import product_flops
 from offload.ops.intervals import (
-    Part,
-    Rows,
     causal_intervals,
     check_intervals,
     full_intervals,
     limit_window,
     slice_rows,
 )
-from offload.ops.reference_attention import Backend, wide_dtype
+from offload.ops.key_blocks import KeyBlock
+from offload.ops.reference_attention import wide_dtype
 from offload.ops.routing import AttentionCall, current_route
+from offload.ops.tile_attention import attend, attend_backward, autocast_is_on, check_tensors
 
 TILE_TOKENS = 2048
 """Queries and keys that `attention` hands to a kernel at once.
 
 A mask of that size is 16 MiB in float32, and a kernel's launch no longer shows at it.
 """
-
-
-@dataclass(eq=False)
-class KeyBlock:
-    """Keys and values of neighbouring tokens, and the accumulators of their gradients.
-
-    Holds the tensors it is given, by reference; only keys or values whose last stride is not 1 are
-    copied, once, since no kernel reads them. `attend_backward` allocates `dk` and `dv` when a row
-    first sees the block. They stay None for a block that no row sees: its gradients are 0.
-
-    Args:
-        k: `[B, Hk, N, D]`.
-        v: `[B, Hk, N, Dv]`.
-        start: position of the first key in the sequence.
-        dk: `[B, Hk, N, D]`, max(float32, dtype of k), or None.
-        dv: `[B, Hk, N, Dv]`, max(float32, dtype of v), or None.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    start: int
-    dk: torch.Tensor | None = None
-    dv: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.k, self.v = unit_last_stride(self.k), unit_last_stride(self.v)
-
-    @property
-    def end(self) -> int:
-        """Position behind the last key."""
-        return self.start + self.k.shape[2]
-
-
-def _backend(function: str, name: str) -> Backend:
-    """The one place where a backend is picked."""
-    if name in ("auto", "torch"):
-        return _torch
-    if name == "reference":
-        return reference_attention
-    if name == "triton":
-        raise NotImplementedError(
-            f"{function}: expected a backend that exists, got 'triton'. Use 'auto'."
-        )
-    raise ValueError(
-        f"{function}: expected backend 'auto', 'torch' or 'reference', got {name!r}. Use 'auto'."
-    )
-
-
-@torch.no_grad()
-def attend(
-    q: torch.Tensor,
-    blocks: Sequence[KeyBlock],
-    intervals: torch.Tensor,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    carry: tuple[torch.Tensor, torch.Tensor] | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the attention of one tile over key blocks; autograd does not see it.
-
-    Costs what one call of torch's kernel over the same keys costs, plus a pass over `out` in
-    max(float32, dtype) for each block after the first. Blocks that no row sees cost nothing. Writes
-    to none of its arguments; never waits on the device if the intervals know their host copy.
-
-    Args:
-        q: `[B, H, T, D]`, any strides.
-        blocks: disjoint blocks of keys, in any order.
-        intervals: `[B or 1, T, 2]` int64, on q's device or the CPU: row `i` sees the keys
-            `lo[i] <= k < hi[i]`, in positions of the whole sequence.
-        softmax_scale: factor of the logits; None for `D ** -0.5`.
-        softcap: bound of the logits, `softcap * tanh(logit / softcap)`; 0 for none.
-        carry: `(out, lse)` over other keys to continue from.
-        out_dtype: dtype of `out`; None for q's. Give float32 to a result that will be a `carry`.
-        backend: "auto", "torch" or "reference".
-
-    Returns:
-        `out` `[B, H, T, Dv]`, and `lse` `[B, H, T]` in max(float32, dtype of q). A row that sees no
-        key has out 0 and lse -inf.
-
-    Raises:
-        ValueError: if shapes or devices do not fit together.
-        TypeError: if dtypes do not fit together.
-        NotImplementedError: if the backend does not exist yet.
-
-    Source:
-        Merging partial results by their logsumexp: Milakov and Gimelshein, arXiv:1805.02867, as in
-        flash-attention (arXiv:2205.14135) between blocks and ring attention (arXiv:2310.01889)
-        between devices. Here between kernel calls, with a mask of intervals for any block.
-    """
-    kernels = _backend("attend", backend)
-    shape = _checked_shape("attend", q, blocks, intervals, softcap)
-    wide = wide_dtype(q)
-    out_dtype = q.dtype if out_dtype is None else out_dtype
-    if carry is not None:
-        _check_like("attend", "carry[0]", carry[0], shape)
-        _check_like("attend", "carry[1]", carry[1], shape[:3])
-    if q.device.type == "meta":
-        return q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:3], dtype=wide)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    q = unit_last_stride(q)
-    merged, owned = carry, False
-    with _without_autocast(q.device):
-        for _, part, k, v in _seen_parts(q, blocks, intervals):
-            new = kernels.forward(q, k, v, part, scale, softcap)
-            merged = new if merged is None else _merge(*merged, *new, in_place=owned)
-            owned = True
-    if merged is None:
-        lse = q.new_full(shape[:3], -torch.inf, dtype=wide)
-        return q.new_zeros(shape, dtype=out_dtype), lse
-    copy = not owned  # of the carry
-    return merged[0].to(out_dtype, copy=copy), merged[1].to(wide, copy=copy)
-
-
-@torch.no_grad()
-def attend_backward(
-    d_out: torch.Tensor,
-    q: torch.Tensor,
-    blocks: Sequence[KeyBlock],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    intervals: torch.Tensor,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Computes the gradients of one tile's attention over key blocks.
-
-    **Adds** to `dk` and `dv` of the blocks in place, allocating them where a row sees the block for
-    the first time. The blocks may be some of those that the forward saw: what several calls return
-    for disjoint blocks adds up to the gradient of q. Autograd does not see it.
-
-    Args:
-        d_out: `[B, H, T, Dv]`, gradient of `out`.
-        q: `[B, H, T, D]`, any strides.
-        blocks: disjoint blocks of keys, in any order.
-        out: `[B, H, T, Dv]`, merged over all blocks of the forward.
-        lse: `[B, H, T]`, merged over all blocks of the forward.
-        intervals: `[B or 1, T, 2]` int64, as in the forward.
-        softmax_scale: as in the forward.
-        softcap: as in the forward.
-        backend: "auto", "torch" or "reference".
-
-    Returns:
-        `dq` `[B, H, T, D]` in q's dtype, accumulated over the blocks in max(float32, dtype).
-
-    Raises:
-        ValueError: if shapes or devices do not fit together.
-        TypeError: if dtypes do not fit together.
-        NotImplementedError: if the backend does not exist yet.
-    """
-    kernels = _backend("attend_backward", backend)
-    shape = _checked_shape("attend_backward", q, blocks, intervals, softcap)
-    _check_like("attend_backward", "d_out", d_out, shape)
-    _check_like("attend_backward", "out", out, shape)
-    _check_like("attend_backward", "lse", lse, shape[:3])
-    if q.device.type == "meta":
-        for block in blocks:
-            _accumulators(block)
-        return torch.empty_like(q)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    q = unit_last_stride(q)
-    d_out, out = (unit_last_stride(x.to(q.dtype)) for x in (d_out, out))
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # rows without keys: exp(score - lse) is 0
-    dq: torch.Tensor | None = None
-    with _without_autocast(q.device):
-        for block, part, k, v in _seen_parts(q, blocks, intervals):
-            dq_part, *kv_parts = kernels.backward(d_out, q, k, v, out, lse, part, scale, softcap)
-            dq = dq_part.to(wide_dtype(q)) if dq is None else dq.add_(dq_part)
-            begin, end = part.begin - block.start, part.end - block.start
-            for total, added in zip(_accumulators(block), kv_parts, strict=True):
-                total[:, :, begin:end].add_(added)
-    return torch.zeros_like(q) if dq is None else dq.to(q.dtype)
-
-
-def merge(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the attention of the same rows over two disjoint sets of keys.
-
-    Args:
-        out_a: `[B, H, T, Dv]` over the first keys.
-        lse_a: `[B, H, T]` over the first keys; -inf in rows that see none of them.
-        out_b: `[B, H, T, Dv]` over the second keys.
-        lse_b: `[B, H, T]` over the second keys; -inf in rows that see none of them.
-
-    Returns:
-        `out` and `lse` over both, in max(float32, dtype); new tensors.
-    """
-    return _merge(out_a, lse_a, out_b, lse_b, in_place=False)
-
-
-def _merge(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    in_place: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge`; with `in_place`, `out_a` may be overwritten by the result."""
-    wide = torch.promote_types(torch.promote_types(out_a.dtype, out_b.dtype), torch.float32)
-    # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)); -inf - -inf would be NaN.
-    weight = torch.sigmoid(lse_b - lse_a).masked_fill_(lse_b == -torch.inf, 0.0)
-    weight = weight.unsqueeze(-1).to(wide)
-    a, b = out_a.to(wide), out_b.to(wide)
-    out = a.lerp_(b, weight) if in_place or a is not out_a else torch.lerp(a, b, weight)
-    return out, torch.logaddexp(lse_a, lse_b)
-
-
-class _Attention(torch.autograd.Function):
-    """Exact attention over a whole sequence, by tiles of queries and chunks of keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        intervals: torch.Tensor,
-        settings: dict[str, Any],
-    ) -> torch.Tensor:
-        batch, heads, rows, _ = q.shape
-        # Laid out as [B, S, H, Dv], which is what the output projection reads.
-        out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
-        lse = q.new_empty(batch, heads, rows, dtype=wide_dtype(q))
-        blocks = _chunks(k, v, rows)
-        for begin, end in _tiles(rows):
-            tile = slice(begin, end)
-            out[:, :, tile], lse[:, :, tile] = attend(
-                q[:, :, tile], blocks, slice_rows(intervals, begin, end), **settings
-            )
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.intervals = intervals  # an attribute keeps the host copy on the same object
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        dk = k.new_zeros(k.shape, dtype=wide_dtype(k))
-        dv = v.new_zeros(v.shape, dtype=wide_dtype(v))
-        dq = torch.empty_like(q)
-        blocks = _chunks(k, v, q.shape[2])
-        for block in blocks:
-            keys = slice(block.start, block.end)
-            block.dk, block.dv = dk[:, :, keys], dv[:, :, keys]
-        for begin, end in _tiles(q.shape[2]):
-            tile = slice(begin, end)
-            dq[:, :, tile] = attend_backward(
-                d_out[:, :, tile],
-                q[:, :, tile],
-                blocks,
-                out[:, :, tile],
-                lse[:, :, tile],
-                slice_rows(ctx.intervals, begin, end),
-                **ctx.settings,
-            )
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def attention(
@@ -330,21 +63,21 @@ def attention(
             `lo[i] <= k < hi[i]`. Takes the place of `causal`.
         softmax_scale: factor of the logits; None for `D ** -0.5`.
         softcap: bound of the logits, `softcap * tanh(logit / softcap)`; 0 for none.
-        backend: "auto", "torch" or "reference"; where the executor takes the call, its policy
-            decides.
+        backend: "auto", "triton", "torch" or "reference"; where the executor takes the call, its
+            policy decides.
 
     Returns:
         `[B, H, Sq, Dv]` in q's dtype; 0 for a query that sees no key.
 
     Raises:
-        ValueError: if shapes or devices do not fit together.
+        ValueError: if shapes or devices do not fit together, or the backend does not take them.
         TypeError: if dtypes do not fit together.
-        NotImplementedError: if the executor takes a call that is not causal, or the backend does
-            not exist yet.
+        NotImplementedError: if the executor takes a call that is not causal.
     """
-    if _autocast_is_on(q.device):
+    if autocast_is_on(q.device):
         q, k, v = (_as_autocast(x) for x in (q, k, v))
-    _check_tensors("attention", q, k, v, softcap)
+    check_tensors("attention", q, k, v, softcap)
+    check_name("attention", backend)
     route = current_route()
     if route is not None:
         if intervals is None and not causal:
@@ -353,16 +86,146 @@ def attention(
                 "causal=False. Pass intervals, or run the layer with Policy(mode='checkpoint')."
             )
         return route(AttentionCall(q, k, v, intervals, window_size, softmax_scale, softcap))
-    if intervals is None:
-        intervals = _intervals_of(q, k, causal=causal, window_size=window_size)
-    else:
+    if intervals is not None:
         check_intervals("attention", q, intervals)
-        intervals = limit_window(intervals, window_size)
-    settings = {"softmax_scale": softmax_scale, "softcap": softcap, "backend": backend}
-    result: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, intervals, settings
-    )
-    return result
+    out: torch.Tensor = _attention(
+        q, k, v, intervals, causal, window_size, softmax_scale, softcap, backend
+    )[0]
+    return out
+
+
+# -- the operator ----------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("offload::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    intervals: torch.Tensor | None,
+    causal: bool,
+    window_size: int | None,
+    softmax_scale: float | None,
+    softcap: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `out` `[B, H, Sq, Dv]` and `lse` `[B, H, Sq]`; see `attention`."""
+    rows = q.shape[2]
+    out, lse = _empty_results(q, k, v)
+    bounds = _bounds(q, k, intervals, causal, window_size)
+    blocks = _chunks(k, v, rows)
+    for begin, end in _tiles(rows):
+        tile = slice(begin, end)
+        out[:, :, tile], lse[:, :, tile] = attend(
+            q[:, :, tile],
+            blocks,
+            slice_rows(bounds, begin, end),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            backend=backend,
+        )
+    return out, lse
+
+
+@torch.library.custom_op("offload::attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    intervals: torch.Tensor | None,
+    causal: bool,
+    window_size: int | None,
+    softmax_scale: float | None,
+    softcap: float,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes the gradients of q, k and v, each in its dtype and contiguous."""
+    rows = q.shape[2]
+    dq = q.new_empty(q.shape)
+    dk = k.new_zeros(k.shape, dtype=wide_dtype(k))
+    dv = v.new_zeros(v.shape, dtype=wide_dtype(v))
+    bounds = _bounds(q, k, intervals, causal, window_size)
+    blocks = _chunks(k, v, rows)
+    for block in blocks:
+        keys = slice(block.start, block.end)
+        block.dk, block.dv = dk[:, :, keys], dv[:, :, keys]
+    for begin, end in _tiles(rows):
+        tile = slice(begin, end)
+        dq[:, :, tile] = attend_backward(
+            d_out[:, :, tile],
+            q[:, :, tile],
+            blocks,
+            out[:, :, tile],
+            lse[:, :, tile],
+            slice_rows(bounds, begin, end),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            backend=backend,
+        )
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@_attention.register_fake
+def _empty_results(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, _ = q.shape
+    # Laid out as [B, S, H, Dv], which is what the output projection reads.
+    out = q.new_empty((batch, rows, heads, v.shape[-1])).transpose(1, 2)
+    return out, q.new_empty((batch, heads, rows), dtype=wide_dtype(q))
+
+
+@_attention_backward.register_fake
+def _empty_gradients(
+    d_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, intervals, *settings = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.intervals = intervals  # an attribute keeps the host copy on the same object
+    ctx.settings = settings
+
+
+@once_differentiable
+def _differentiate(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    gradients = _attention_backward(d_out, *ctx.saved_tensors, ctx.intervals, *ctx.settings)
+    return (*gradients, None, *(None for _ in ctx.settings))
+
+
+_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+@register_flop_formula(torch.ops.offload.attention)
+def _(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+    return product_flops(q_shape, k_shape, v_shape, of_keys=1, of_values=1)
+
+
+@register_flop_formula(torch.ops.offload.attention_backward)
+def _(_d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+    return product_flops(q_shape, k_shape, v_shape, of_keys=3, of_values=2)
+
+
+# -- tiles and chunks ------------------------------------------------------------------------------
+
+
+def _bounds(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    intervals: torch.Tensor | None,
+    causal: bool,
+    window_size: int | None,
+) -> torch.Tensor:
+    """Returns the intervals, `[B or 1, Sq, 2]`, that the arguments of `attention` amount to."""
+    if intervals is None:
+        return _intervals_of(q, k, causal=causal, window_size=window_size)
+    return limit_window(intervals, window_size)
 
 
 def _intervals_of(
@@ -385,29 +248,6 @@ def _intervals_of(
     return full_intervals(rows, keys)
 
 
-def _seen_parts(
-    q: torch.Tensor, blocks: Sequence[KeyBlock], intervals: torch.Tensor
-) -> Iterator[tuple[KeyBlock, Part, torch.Tensor, torch.Tensor]]:
-    """Yields the blocks that a row sees, what the rows see of them, and those keys and values."""
-    if q.numel() == 0:
-        return
-    rows = Rows(intervals)
-    for block in blocks:
-        part = rows.part(block.start, block.end)
-        if part.begin < part.end:
-            seen = slice(part.begin - block.start, part.end - block.start)
-            k, v = (unit_last_stride(x[:, :, seen]) for x in (block.k, block.v))
-            yield block, part, k, v
-
-
-def _accumulators(block: KeyBlock) -> tuple[torch.Tensor, torch.Tensor]:
-    if block.dk is None:
-        block.dk = block.k.new_zeros(block.k.shape, dtype=wide_dtype(block.k))
-    if block.dv is None:
-        block.dv = block.v.new_zeros(block.v.shape, dtype=wide_dtype(block.v))
-    return block.dk, block.dv
-
-
 def _chunks(k: torch.Tensor, v: torch.Tensor, rows: int) -> list[KeyBlock]:
     """Cuts keys so that, in causal attention, the last chunk a tile sees is the tile's own."""
     keys = k.shape[2]
@@ -423,77 +263,8 @@ def _tiles(rows: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + TILE_TOKENS, rows)) for begin in range(0, rows, TILE_TOKENS)]
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Keeps autocast from narrowing the float32 products of the plain formula."""
-    if _autocast_is_on(device):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
-def _autocast_is_on(device: torch.device) -> bool:
-    # asking about a device without autocast, as meta, raises
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-
-
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     """Casts as autocast does for `F.scaled_dot_product_attention`."""
     if not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
-
-
-def _checked_shape(
-    function: str,
-    q: torch.Tensor,
-    blocks: Sequence[KeyBlock],
-    intervals: torch.Tensor,
-    softcap: float,
-) -> tuple[int, int, int, int]:
-    """Raises where the arguments of a tile do not fit; returns the shape of `out`."""
-    for block in blocks:
-        _check_tensors(function, q, block.k, block.v, softcap)
-    check_intervals(function, q, intervals)
-    batch, heads, rows, head_dim = q.shape
-    return batch, heads, rows, blocks[0].v.shape[-1] if blocks else head_dim
-
-
-def _check_tensors(
-    function: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float
-) -> None:
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError(
-            f"{function}: expected q [B, H, T, D], k and v [B, Hk, N, D], got shapes "
-            f"{_shapes(q, k, v)}. Keep the dim of heads before the tokens."
-        )
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{function}: expected q, k, v of one floating dtype, got {q.dtype}, {k.dtype}, "
-            f"{v.dtype}. Cast them."
-        )
-    if not q.device == k.device == v.device:
-        raise ValueError(
-            f"{function}: expected q, k, v on one device, got {q.device}, {k.device}, {v.device}. "
-            "Move them."
-        )
-    fits = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
-    if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(
-            f"{function}: expected q [B, H, T, D], k and v [B, Hk, N, D] with Hk dividing H, got "
-            f"shapes {_shapes(q, k, v)}. Make batch, heads and head dim agree."
-        )
-    if softcap < 0:
-        raise ValueError(
-            f"{function}: expected softcap of at least 0, got {softcap}. Pass 0 for none."
-        )
-
-
-def _check_like(function: str, name: str, x: torch.Tensor, shape: Sequence[int]) -> None:
-    if x.shape != tuple(shape):
-        raise ValueError(
-            f"{function}: expected {name} of shape {tuple(shape)}, got {tuple(x.shape)}. "
-            "Pass what belongs to q."
-        )
-
-
-def _shapes(*tensors: torch.Tensor) -> str:
-    return ", ".join(str(tuple(x.shape)) for x in tensors)

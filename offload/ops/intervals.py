@@ -181,6 +181,28 @@ def with_host_copy(device_tensor: torch.Tensor, host_tensor: torch.Tensor) -> to
     return device_tensor
 
 
+def causal_pattern(intervals: torch.Tensor) -> tuple[int, int | None] | None:
+    """Recognises the intervals of causal attention, from their host copy.
+
+    Args:
+        intervals: `[B or 1, T, 2]` with at least one row.
+
+    Returns:
+        The position of the first row, and the number of keys that a row sees at most or None for
+        all before it, as `causal_intervals` takes them; None for any other intervals.
+    """
+    lo, hi = host_copy(intervals).unbind(-1)
+    start = int(hi[0, 0]) - 1
+    if not bool((hi == torch.arange(start + 1, start + 1 + hi.shape[1])).all()):
+        return None
+    if not bool(lo.any()):
+        return start, None
+    window_size = int(hi[0, -1] - lo[0, -1])
+    if window_size < 1 or not bool((lo == (hi - window_size).clamp_(min=0)).all()):
+        return None
+    return start, window_size
+
+
 def slice_rows(intervals: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Returns the rows `begin` to `end` of the intervals, a view; carries the host copy along."""
     return _on_both(intervals, lambda bounds: bounds[:, begin:end])

@@ -15,7 +15,7 @@ import torch
 from offload.ops.intervals import Part
 
 
-class Backend(Protocol):
+class PartKernels(Protocol):
     """Attention of one tile over one range of keys. Contract: the functions below."""
 
     def forward(

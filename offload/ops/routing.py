@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -47,16 +48,29 @@ _route: contextvars.ContextVar[AttentionRoute | None] = contextvars.ContextVar(
 )
 
 
+_lock = threading.Lock()
+_in_use = 0
+"""Routes set in any thread. Compilers cannot read a context variable, but they can this number."""
+
+
 def current_route() -> AttentionRoute | None:
     """Returns what takes attention calls now; None outside a tile."""
-    return _route.get()
+    return _route.get() if _in_use else None
 
 
 @contextlib.contextmanager
 def routed(route: AttentionRoute | None) -> Iterator[None]:
     """Sends the attention calls of this thread to `route`; None sends them nowhere special."""
     token = _route.set(route)
+    _count(1)
     try:
         yield
     finally:
+        _count(-1)
         _route.reset(token)
+
+
+def _count(change: int) -> None:
+    global _in_use
+    with _lock:
+        _in_use += change

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from offload.errors import TileRefused
 from offload.executor import TiledCall
 from offload.layer_arguments import LayerArguments, LayerResult
-from offload.ops.attention import KeyBlock, attend
+from offload.ops.key_blocks import KeyBlock
 from offload.ops.routing import AttentionCall
+from offload.ops.tile_attention import attend
 from offload.probe.copies import holds_quantised_weights, in_float32
 from offload.probe.gradients import compare_parameters
 from offload.tape import TileRecord, intervals_of_tile

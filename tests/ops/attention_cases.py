@@ -1,6 +1,6 @@
 """Tensors, masks and the plain formula that the tests of attention compare with.
 
-Legend as in `offload.ops.attention`: `B` batch, `H` heads, `T` queries, `N` keys, `D` head dim.
+Legend of `offload.ops.tile_attention`: `B` batch, `H` heads, `T` queries, `N` keys, `D` head dim.
 """
 
 import itertools
@@ -9,8 +9,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from offload.ops.attention import KeyBlock, attend, attend_backward
 from offload.ops.intervals import causal_intervals, full_intervals
+from offload.ops.key_blocks import KeyBlock
+from offload.ops.tile_attention import attend, attend_backward
 
 F64 = torch.float64
 BACKENDS = ["torch", "reference"]

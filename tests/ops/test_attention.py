@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from offload.ops import _torch
-from offload.ops.attention import attend, attend_backward, attention
+from offload.ops.attention import attention
 from offload.ops.intervals import causal_intervals
+from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     BACKENDS,
     MASKS,

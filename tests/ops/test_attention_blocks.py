@@ -6,8 +6,11 @@ import math
 import pytest
 import torch
 
-from offload.ops.attention import KeyBlock, attend, attend_backward, attention, merge
+from offload.ops.attention import attention
 from offload.ops.intervals import causal_intervals
+from offload.ops.key_blocks import KeyBlock
+from offload.ops.merging import merge
+from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     BACKENDS,
     F64,

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from offload.ops import _torch
-from offload.ops.attention import attend, attend_backward, attention
+from offload.ops.attention import attention
 from offload.ops.intervals import Rows, Visibility, causal_intervals, full_intervals
+from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     F64,
     LAYOUTS,
@@ -35,10 +36,10 @@ EPS = 16 * torch.finfo(torch.float32).eps
 @pytest.fixture(autouse=True)
 def _float32_is_float32():
     """The error of a product in TF32 would hide ours."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 class StandIns:

@@ -1,0 +1,288 @@
+"""The Triton kernels against the plain formula: on a card, or on the CPU by the interpreter."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.ops.attention import attention
+from offload.ops.intervals import causal_intervals, causal_pattern
+from offload.ops.tile_attention import attend, attend_backward
+from tests.ops.attention_cases import (
+    LAYOUTS,
+    MASKS,
+    cut,
+    masks,
+    tensors,
+    through_blocks,
+    tokens_first,
+    truth,
+    within_something_larger,
+)
+
+backend = pytest.importorskip("offload.ops.fused.backend")
+precision_of = pytest.importorskip("offload.ops.fused.operators").precision_of
+DEVICE = "cpu" if backend.INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([] if backend.INTERPRETED else [torch.bfloat16])
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+pytestmark = pytest.mark.skipif(
+    not backend.INTERPRETED and not torch.cuda.is_available(), reason="needs a card or interpreter"
+)
+
+
+def exact(q, k, v, d_out, intervals, *, softmax_scale=None, softcap=0.0):
+    """out, lse, dq, dk, dv of the formula in float64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = truth(*leaves, intervals, scale=softmax_scale, softcap=softcap)
+    grads = torch.autograd.grad(out, leaves, d_out.double(), allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    return [out.detach(), lse.detach(), *grads]
+
+
+def assert_right(actual, expected, dtype):
+    for name, a, e in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        a = a.double().cpu()
+        assert torch.equal(a.isinf(), e.isinf()), name
+        scale = max(1.0, e[e.isfinite()].abs().max().item()) if e.isfinite().any() else 1.0
+        difference = (a - e)[e.isfinite()].abs().max().item() if e.isfinite().any() else 0.0
+        assert difference <= TOLERANCES[dtype] * scale, f"{name}: {difference:.1e}"
+
+
+def check(case, intervals, *sizes, dtype=torch.float32, **options):
+    case = [x.to(dtype) for x in case]
+    expected = exact(*case, intervals, **options)
+    on_device = [x.to(DEVICE) for x in case]
+    actual = through_blocks(*on_device, intervals, *sizes, backend="triton", **options)
+    assert actual[0].dtype == actual[2].dtype == dtype
+    assert actual[1].dtype == actual[3].dtype == torch.float32
+    assert_right(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_over_several_key_blocks(mask):
+    check(tensors(heads=2, kv_heads=1), masks(63, 100)[mask], 30, 34)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
+def test_head_dims_and_dtypes(dtype, head_dim):
+    case = tensors(batch=1, heads=2, kv_heads=1, rows=33, keys=70, head_dim=head_dim)
+    check(case, causal_intervals(37, 33), 37, dtype=dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (4, 4), (8, 1)])
+def test_heads_that_share_keys(heads, kv_heads):
+    case = tensors(batch=1, heads=heads, kv_heads=kv_heads, rows=17, keys=40)
+    check(case, masks(17, 40)["left padding"][1:], 23)
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed documents", "window"])
+def test_softcap_and_scale(mask):
+    check(tensors(heads=2), masks(63, 100)[mask], 50, softcap=1.5, softmax_scale=0.4)
+
+
+def test_more_rows_than_a_program_of_keys_looks_at_at_once():
+    case = tensors(batch=1, heads=1, kv_heads=1, rows=530, keys=40)
+    bounds = torch.zeros(1, 530, 2, dtype=torch.int64)
+    bounds[:, 250:270], bounds[:, 505:525] = torch.tensor([[3, 37]]), torch.tensor([[0, 40]])
+    check(case, bounds)
+
+
+def test_bounds_beyond_32_bits():
+    case = tensors(batch=1, heads=1, kv_heads=1, rows=9, keys=40)
+    bounds = torch.tensor([0, 2**32]).repeat(1, 9, 1)
+    bounds[0, 3] = torch.tensor([2**32, 2**33])  # sees nothing
+    bounds[0, 4] = torch.tensor([-(2**32), 7])
+    wide = exact(*case, bounds.clamp(0, 40))
+    narrow = through_blocks(*(x.float().to(DEVICE) for x in case), bounds, backend="triton")
+    assert_right(narrow, wide, torch.float32)
+
+
+@pytest.mark.parametrize("change", [tokens_first, within_something_larger])
+def test_the_layouts_of_transformers_are_not_copied(monkeypatch, change):
+    q, k, v, d_out = (change(x.float()).to(DEVICE) for x in tensors(batch=2, rows=20, keys=20))
+    read = {"forward": set(), "backward_keys": set(), "backward_queries": set()}
+
+    def reading(function, addresses):
+        def launch(*arguments):
+            addresses.update(x.data_ptr() for x in arguments if isinstance(x, torch.Tensor))
+            function(*arguments)
+
+        return launch
+
+    for name, addresses in read.items():
+        monkeypatch.setattr(backend, name, reading(getattr(backend, name), addresses))
+    through_blocks(q, k, v, d_out, causal_intervals(0, 20), backend="triton")
+    given = {x.data_ptr() for x in (q, k, v)}
+    assert given <= read["forward"]
+    assert given | {d_out.data_ptr()} <= read["backward_keys"] & read["backward_queries"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("fp32_precision", "none", "ieee"),
+        ("fp32_precision", "tf32", "tf32"),
+        ("allow_tf32", True, "tf32"),
+        ("allow_tf32", False, "ieee"),
+    ],
+)
+def test_tf32_is_used_only_where_torch_was_told_so(setting, value, expected):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        setattr(matmul, setting, value)
+        assert precision_of(torch.float32) == expected
+        assert precision_of(torch.float16) == "ieee"
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_layouts_are_read_where_they_lie(change):
+    case = tensors(batch=2, rows=20, keys=45)
+    check([change(x) for x in case], causal_intervals(25, 20), 25)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    past=st.integers(0, 50),
+    cuts=st.lists(st.integers(1, 80), max_size=4),
+    group=st.sampled_from([1, 2, 3]),
+    head_dim=st.sampled_from([16, 24, 64]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 1000),
+)
+def test_any_intervals_and_any_split_of_the_keys(
+    rows, past, cuts, group, head_dim, softcap, dtype, seed
+):
+    keys = rows + past
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.randint(0, keys + 1, (1, rows, 2), generator=generator)
+    case = tensors(batch=1, heads=2 * group, kv_heads=2, rows=rows, keys=keys, head_dim=head_dim)
+    ends = sorted({min(c, keys) for c in cuts} - {keys})
+    sizes = [b - a for a, b in itertools.pairwise([0, *ends])]
+    check(case, bounds, *sizes, dtype=dtype, softcap=softcap)
+
+
+def test_a_carry_is_continued_and_left_alone():
+    q, k, v, _ = (x.float().to(DEVICE) for x in tensors())
+    intervals = masks(63, 100)["left padding"]
+    first, second = cut(k, v, 60)
+    options = {"backend": "triton"}
+    whole = attend(q, [first, second], intervals, **options)
+    carry = attend(q, [first], intervals, out_dtype=torch.float32, **options)
+    kept = [x.clone() for x in carry]
+    continued = attend(q, [second], intervals, carry=carry, **options)
+    for a, b in zip(whole, continued, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(carry, kept, strict=True))
+
+
+def test_gradients_of_keys_are_added_to_what_is_there():
+    q, k, v, d_out = (x.float().to(DEVICE) for x in tensors())
+    intervals = masks(63, 100)["causal"]
+    blocks = cut(k, v, 60)
+    out, lse = attend(q, blocks, intervals, backend="triton")
+    once = attend_backward(d_out, q, blocks, out, lse, intervals, backend="triton")
+    sums = [(block.dk.clone(), block.dv.clone()) for block in blocks]
+    twice = attend_backward(d_out, q, blocks, out, lse, intervals, backend="triton")
+    assert torch.equal(once, twice)
+    for block, (dk, dv) in zip(blocks, sums, strict=True):
+        torch.testing.assert_close(block.dk, 2 * dk)
+        torch.testing.assert_close(block.dv, 2 * dv)
+
+
+def test_two_runs_are_equal_bit_for_bit():
+    case = [x.float().to(DEVICE) for x in tensors()]
+    runs = [through_blocks(*case, masks(63, 100)["window"], 41, backend="triton") for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_attention_of_a_whole_sequence_under_autograd():
+    q, k, v, d_out = (x.float().to(DEVICE) for x in tensors(rows=50, keys=50, batch=1))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, backend="triton")
+    grads = torch.autograd.grad(out, leaves, d_out)
+    expected = exact(*(x.cpu() for x in (q, k, v, d_out)), causal_intervals(0, 50))
+    del expected[1]
+    for a, e in zip([out.detach(), *grads], expected, strict=True):
+        torch.testing.assert_close(a.double().cpu(), e, rtol=0, atol=1e-5)
+
+
+FAR = 2**31
+"""Elements: a 32-bit offset does not reach the last row."""
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_offsets_beyond_2_to_the_31_elements(tmp_path, dim):
+    files = itertools.count()
+
+    def far_apart(x):
+        """The same values, those of neighbours in a dim so far apart, in a file that is sparse."""
+        strides = list(torch.empty_like(x, memory_format=torch.contiguous_format).stride())
+        strides[dim] = FAR // (x.shape[dim] - 1) + 64
+        needed = 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
+        file = tmp_path / str(next(files))
+        size = needed * x.dtype.itemsize
+        storage = torch.UntypedStorage.from_file(str(file), shared=True, nbytes=size)
+        view = torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, strides)
+        return view.copy_(x)
+
+    rows, keys = 20, 24
+    q, k, v, d_out = tensors(rows=rows, keys=keys, dtype=torch.float16)
+    lse = torch.empty(2, 4, rows)
+    causal = (None, 0, keys - rows, backend.NO_WINDOW, 0.25, 0.0)
+
+    def results(move):
+        out, dq = move(torch.zeros_like(d_out)), move(torch.zeros_like(q))
+        dk, dv = move(torch.zeros_like(k).float()), move(torch.zeros_like(v).float())
+        inputs = [move(x) for x in (q, k, v)]
+        backend.forward(*inputs, *causal, None, None, out, lse)
+        delta = backend.delta_of(move(d_out), out)
+        arguments = (move(d_out), *inputs, lse, delta, *causal)
+        backend.backward_keys(*arguments, dk, dv)
+        backend.backward_queries(*arguments, None, dq)
+        return [x.clone() for x in (out, lse, dq, dk, dv)]
+
+    near, far = results(torch.clone), results(far_apart)
+    assert all(x.any() for x in near)
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.double(), "dtype torch.float64"),
+        (lambda x: x.repeat(1, 1, 1, 20).float(), "a head dim of 320, more than 256"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_when_they_are_asked_for(change, message):
+    q, k, v, _ = (change(x).to(DEVICE) for x in tensors(batch=1, rows=4, keys=4))
+    with pytest.raises(ValueError, match=f"takes, got {message}. Use 'auto'"):
+        attention(q, k, v, backend="triton")
+    attention(q, k, v)
+
+
+@pytest.mark.parametrize(("start", "window_size"), [(0, None), (7, None), (7, 3), (0, 5), (90, 1)])
+def test_causal_intervals_are_recognised(start, window_size):
+    intervals = causal_intervals(start, 20, window_size=window_size)
+    first, window = causal_pattern(intervals)
+    again = causal_intervals(first, 20, window_size=window)
+    assert torch.equal(again, intervals)
+
+
+def test_other_intervals_are_not_taken_for_causal_ones():
+    for name, intervals in masks(63, 100).items():
+        pattern = causal_pattern(intervals)
+        if pattern is None:
+            assert name not in ("causal", "window", "window of one")
+            continue
+        first, window = pattern
+        assert torch.equal(
+            causal_intervals(first, 63, window_size=window).expand_as(intervals), intervals
+        )
