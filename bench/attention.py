@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="measure tiles for the Triton kernels on this card instead, and print the best",
+        help="measure tiles for the Triton kernels on this card instead, and print the best; takes "
+        "minutes a case, so name one length, head dim and group",
     )
     parser.add_argument("--json", type=Path, help="append one JSON line per row to this file")
 
@@ -58,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
     if unknown := set(ways) - set(WAYS):
         raise ValueError(f"--ways: expected some of {', '.join(WAYS)}, got {sorted(unknown)}.")
     shared = begin_record("attention", args.device)
+    if torch.device(args.device).type == "cuda":
+        torch.cuda.set_device(args.device)  # the clock and the counters are those of this card
     measured: list[Row] = []
     for row in _tuned(args) if args.tune else _measured(args, ways):
-        measured.append(shared | row)
+        measured.append(row | shared)  # whose device is the card's name
         if args.json:
             write_json(args.json, measured[-1:])
     (print_tuned if args.tune else print_rows)(measured)
@@ -141,13 +144,17 @@ def print_tuned(rows: list[Row]) -> None:
     Args:
         rows: Complete records of `tune`.
     """
-    for key, group in itertools.groupby(rows, lambda row: (row["head_dim"], row["length"])):
+    cases = itertools.groupby(rows, lambda row: (row["head_dim"], row["kv_heads"], row["length"]))
+    for (head_dim, kv_heads, length), group in cases:
         found = list(group)
         for kernel in KERNELS:
             runs = [row for row in found if row["kernel"] == kernel and row["seconds"]]
+            if not runs:
+                continue
             best = min(runs, key=lambda row: row["seconds"])
             present = next((row for row in runs if row["in_table"]), None)
-            gain = "" if present is None else f"{present['seconds'] / best['seconds']:.2f}x"
+            ratio = "" if present is None else f", {best['seconds'] / present['seconds']:.2f} of"
             table.console().print(
-                f"D {key[0]}, {key[1]} tokens, {kernel}: {best['tile']} {gain} of the table's"
+                f"D {head_dim}, {kv_heads} KV heads, {length} tokens, {kernel}: {best['tile']}"
+                f"{ratio} the time of the table's"
             )

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.measure import StorageTracker
 from offload.ops.attention import attention
 from offload.ops.intervals import causal_intervals
 from offload.ops.key_blocks import KeyBlock
@@ -110,6 +109,23 @@ WAYS: dict[str, Callable[[Case], Attention]] = {
 """By name. `offload` takes the backend that `auto` takes."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """A way on its tensors.
+
+    Attributes:
+        forward: Computes and keeps the output.
+        backward: Computes gradients from what forward kept, any number of times.
+        output: Returns what forward kept.
+        forget: Drops it.
+    """
+
+    forward: Callable[[], Any]
+    backward: Callable[[], Any]
+    output: Callable[[], torch.Tensor]
+    forget: Callable[[], Any]
+
+
 # -- measuring -------------------------------------------------------------------------------------
 
 
@@ -126,23 +142,19 @@ def measure(case: Case, name: str, rounds: int) -> Row:
         status that says why there is none.
     """
 
-    def prepare() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def prepare() -> Run:
         q, k, v, d_out = case.tensors()
         leaves = [x.requires_grad_() for x in (q, k, v)]
         function = WAYS[name](case)
-
-        def forward() -> torch.Tensor:
-            return function(*leaves)
-
         out: list[torch.Tensor] = []
 
+        def forward() -> None:
+            out.append(function(*leaves))
+
         def backward() -> Any:
-            if not out:
-                out.append(forward())
-                return None
             return torch.autograd.grad(out[0], leaves, d_out, retain_graph=True)
 
-        return forward, backward
+        return Run(forward, backward, lambda: out[0], forget=out.clear)
 
     return _measured(case, name, None, rounds, prepare)
 
@@ -159,23 +171,18 @@ def measure_tiles(case: Case, tile: int, rounds: int) -> Row:
         As `measure`.
     """
 
-    def prepare() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def prepare() -> Run:
         q, k, v, d_out = case.tensors()
         cuts = [slice(at, min(at + tile, case.length)) for at in range(0, case.length, tile)]
         blocks = [KeyBlock(k[:, :, cut], v[:, :, cut], cut.start) for cut in cuts]
         intervals = [causal_intervals(cut.start, cut.stop - cut.start) for cut in cuts]
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def forward() -> torch.Tensor:
-            results.clear()
+        def forward() -> None:
             for index, cut in enumerate(cuts):
                 results.append(attend(q[:, :, cut], blocks[: index + 1], intervals[index]))
-            return torch.cat([out for out, _ in results], 2)
 
         def backward() -> list[torch.Tensor]:
-            if not results:
-                forward()
-                return []
             for block in blocks:
                 block.dk = block.dv = None
             return [
@@ -189,7 +196,10 @@ def measure_tiles(case: Case, tile: int, rounds: int) -> Row:
                 for index in reversed(range(len(cuts)))
             ]
 
-        return forward, backward
+        def output() -> torch.Tensor:
+            return torch.cat([out for out, _ in results], 2)
+
+        return Run(forward, backward, output, forget=results.clear)
 
     return _measured(case, "offload", tile, rounds, prepare)
 
@@ -199,17 +209,21 @@ def _measured(
     way: str,
     tile: int | None,
     rounds: int,
-    prepare: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]],
+    prepare: Callable[[], Run],
 ) -> Row:
     row: Row = {"way": way, "tile": tile, **asdict(case), "status": "ok"}
     try:
-        forward, backward = prepare()
-        row["error"] = _error(case, forward())
-        row["forward_peak_bytes"] = peak_bytes(case.device, forward)
-        row["forward_seconds"] = seconds(case.device, forward, rounds)
-        backward()  # the first call makes what it goes back from
-        row["backward_peak_bytes"] = peak_bytes(case.device, backward)
-        row["backward_seconds"] = seconds(case.device, backward, rounds)
+        run = prepare()
+        run.forward()
+        row["error"] = _error(case, run.output())
+        run.forget()
+        row["forward_peak_bytes"] = peak_bytes(case.device, run.forward)
+        run.forget()
+        row["forward_seconds"] = seconds(case.device, run.forward, rounds, run.forget)
+        run.forward()
+        run.backward()
+        row["backward_peak_bytes"] = peak_bytes(case.device, run.backward)
+        row["backward_seconds"] = seconds(case.device, run.backward, rounds)
     except torch.OutOfMemoryError:
         return row | {"status": "out of memory"}
     except (RuntimeError, ImportError, ValueError) as error:
@@ -217,7 +231,8 @@ def _measured(
     row["forward_flops_per_s"] = 2 * case.product_flops / row["forward_seconds"]
     # The five products of the formula, however many a way makes.
     row["backward_flops_per_s"] = 5 * case.product_flops / row["backward_seconds"]
-    row["backward_extra"] = _backward_extra(case, row["backward_peak_bytes"])
+    if row["backward_peak_bytes"] is not None:
+        row["backward_extra"] = _backward_extra(case, row["backward_peak_bytes"])
     return row
 
 
@@ -235,13 +250,19 @@ def _backward_extra(case: Case, peak: int) -> float:
     return (peak - results) / (read + results)
 
 
-def seconds(device: str, action: Callable[[], Any], rounds: int) -> float:
+def seconds(
+    device: str,
+    action: Callable[[], Any],
+    rounds: int,
+    afterwards: Callable[[], Any] = lambda: None,
+) -> float:
     """Runs something several times by the clock of its device.
 
     Args:
         device: A device name.
         action: What to run; it has run before.
         rounds: How often.
+        afterwards: Run after each, on the host alone.
 
     Returns:
         The median.
@@ -252,22 +273,26 @@ def seconds(device: str, action: Callable[[], Any], rounds: int) -> float:
             begin = time.perf_counter()
             action()
             times.append(time.perf_counter() - begin)
+            afterwards()
         return median(times)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     events[0].record()
     for event in events[1:]:
         action()
         event.record()
+        afterwards()
     torch.cuda.synchronize()
     return median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3
 
 
-def peak_bytes(device: str, action: Callable[[], Any]) -> int:
-    """Returns how much more memory lives at the peak of something than before it."""
+def peak_bytes(device: str, action: Callable[[], Any]) -> int | None:
+    """Returns how much more memory lives at the peak of something than before it; cards only.
+
+    On a CPU nothing sees what is allocated inside an operator.
+    """
     if not device.startswith("cuda"):
-        with StorageTracker() as tracker:
-            action()
-        return tracker.peak_bytes
+        action()
+        return None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

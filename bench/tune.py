@@ -32,32 +32,28 @@ def tune(case: Case, rounds: int) -> Iterator[Row]:
     from offload.ops.fused.operators import capability_of
     from offload.ops.fused.tiles import KernelTile, shared_bytes, tiles_for
 
-    capability = capability_of(torch.device(case.device, torch.cuda.current_device()))
+    capability = capability_of(torch.device("cuda", torch.cuda.current_device()))
     dtype = getattr(torch, case.dtype)
     table = tiles_for(capability, case.head_dim, dtype)
     runs = _runs(case)
     for kernel in KERNELS:
         tried = itertools.product(ROWS[kernel], KEYS[kernel], (4, 8), (1, 2, 3))
         present = getattr(table, kernel)
-        for tile in {present, *(KernelTile(*sizes) for sizes in tried)}:
-            card = 10 * capability[0] + capability[1]
-            compiled = compile_kernel(card, case.head_dim, dtype, True, kernel, tile, strides="i32")
-            spilled = resources(compiled.asm["cubin"])[1]
-            shared = compiled.metadata.shared
-            fits = not spilled and shared <= shared_bytes(capability)
-            with _tile_of(kernel, tile):
-                if fits:
-                    runs[kernel]()  # compiled anew, for the strides that these tensors have
-                taken = seconds(case.device, runs[kernel], rounds) if fits else None
-            yield {
-                **asdict(case),
-                "kernel": kernel,
-                "tile": list(tile),
-                "in_table": tile == present,
-                "spilled_bytes": spilled,
-                "shared_bytes": shared,
-                "seconds": taken,
-            }
+        for tile in dict.fromkeys([present, *(KernelTile(*sizes) for sizes in tried)]):
+            row = {**asdict(case), "kernel": kernel, "tile": list(tile), "seconds": None}
+            row |= {"in_table": tile == present, "status": "ok"}
+            try:
+                card = 10 * capability[0] + capability[1]
+                compiled = compile_kernel(card, case.head_dim, dtype, True, kernel, tile)
+                row["spilled_bytes"] = resources(compiled.asm["cubin"])[1]
+                row["shared_bytes"] = compiled.metadata.shared
+                if not row["spilled_bytes"] and row["shared_bytes"] <= shared_bytes(capability):
+                    with _tile_of(kernel, tile):
+                        runs[kernel]()  # compiled anew, for the strides that these tensors have
+                        row["seconds"] = seconds(case.device, runs[kernel], rounds)
+            except Exception as error:  # Triton has its own for what does not compile or fit
+                row["status"] = f"{type(error).__name__}: {error}"[:200]
+            yield row
 
 
 def _runs(case: Case) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_CAUSAL_POSITION = 1 << 30
+"""Positions that `causal_pattern` vouches for: sums of two of them fit into 32 bits."""
+
 
 class Visibility(enum.Enum):
     """What the rows of a tile see of a range of keys."""
@@ -189,10 +192,13 @@ def causal_pattern(intervals: torch.Tensor) -> tuple[int, int | None] | None:
 
     Returns:
         The position of the first row, and the number of keys that a row sees at most or None for
-        all before it, as `causal_intervals` takes them; None for any other intervals.
+        all before it, as `causal_intervals` takes them; None for any other intervals, and for
+        positions beyond `MAX_CAUSAL_POSITION`.
     """
     lo, hi = host_copy(intervals).unbind(-1)
     start = int(hi[0, 0]) - 1
+    if abs(start) + hi.shape[1] > MAX_CAUSAL_POSITION:
+        return None
     if not bool((hi == torch.arange(start + 1, start + 1 + hi.shape[1])).all()):
         return None
     if not bool(lo.any()):

@@ -6,6 +6,7 @@ afterwards, and the gradients of keys are added where they belong.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -20,10 +21,10 @@ from offload.ops.fused.operators import (
     delta_of,
     forward,
 )
-from offload.ops.intervals import causal_pattern
+from offload.ops.intervals import MAX_CAUSAL_POSITION, causal_pattern
 from offload.ops.key_blocks import SeenKeys
 
-NO_WINDOW = 1 << 30
+NO_WINDOW = MAX_CAUSAL_POSITION
 
 
 def refusal(q: torch.Tensor, value_dim: int) -> str:
@@ -38,8 +39,23 @@ def refusal(q: torch.Tensor, value_dim: int) -> str:
         return "" if q.dtype != torch.bfloat16 else "bfloat16 in Triton's interpreter"
     if q.device.type != "cuda":
         return f"tensors on {q.device}"
+    if torch.version.hip is not None:
+        return "a card of AMD"
     major, minor = capability_of(q.device)
-    return "" if major >= 8 else f"a card of compute capability {major}.{minor}, less than 8.0"
+    if major < 8:
+        return f"a card of compute capability {major}.{minor}, less than 8.0"
+    return _failure(q.device)
+
+
+@functools.cache
+def _failure(device: torch.device) -> str:
+    """Tries the smallest kernel once: Triton may lack a C compiler or not fit the driver."""
+    some = torch.zeros(1, 1, 1, 16, device=device)
+    try:
+        delta_of(some, some)
+    except Exception as error:  # whatever it is, no kernel of ours runs here
+        return f"a Triton that fails here ({type(error).__name__}: {error})"
+    return ""
 
 
 class TritonBackend:
@@ -57,7 +73,9 @@ class TritonBackend:
         """Computes out and lse over the keys and the carry; None where there is neither."""
         blocks = list(seen)
         if not blocks:
-            return None if carry is None else (carry[0].to(out_dtype, copy=True), carry[1].clone())
+            if carry is None:
+                return None
+            return carry[0].to(out_dtype, copy=True), carry[1].to(torch.float32, copy=True)
         if carry is not None:
             carry = unit_last_stride(carry[0]), carry[1].to(torch.float32).contiguous()
         shape = (*q.shape[:3], blocks[0].v.shape[-1])
@@ -134,6 +152,13 @@ class _Rows(NamedTuple):
         intervals = blocks[0].part.intervals
         pattern = causal_pattern(intervals)
         if pattern is None:
-            return cls(unit_last_stride(intervals.to(q.device)), 0, NO_WINDOW)
+            return cls(unit_last_stride(_on_device(intervals, q.device)), 0, NO_WINDOW)
         first, window_size = pattern
         return cls(None, first, NO_WINDOW if window_size is None else window_size)
+
+
+def _on_device(intervals: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies intervals to a card without waiting for what it computes."""
+    if intervals.device == device:
+        return intervals
+    return intervals.pin_memory().to(device, non_blocking=True)

@@ -33,9 +33,9 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """The sum over the head dim of `d_out * out`, which every gradient of a row needs."""
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gradient = load_rows(head_of(d_out, batch, head), rows, row_count, d_out.row, DV, BLOCK_DV)
     value = load_rows(head_of(out, batch, head), rows, row_count, out.row, DV, BLOCK_DV)
     sums = tl.sum(gradient.to(tl.float32) * value.to(tl.float32), 1)
@@ -116,9 +116,9 @@ def query_backward_kernel(
     Operands as for `forward_kernel`; `lse` is +inf in rows without keys. `carry`, a gradient
     through other keys to add to, may be `dq`.
     """
-    row_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    row_block = tl.num_programs(1) - 1 - tl.program_id(1)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < mask.rows
     stats = (batch * heads + head) * mask.rows + rows
@@ -279,9 +279,9 @@ def key_backward_kernel(
     for `query_backward_kernel`; `dk` and `dv` are float32.
     """
     kv_heads = heads // group
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
-    key_from = tl.program_id(0) * BLOCK_N
+    batch = (tl.program_id(0) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    key_from = tl.program_id(1) * BLOCK_N
     key_until = tl.minimum(key_from + BLOCK_N, mask.keys)
     keys = key_from + tl.arange(0, BLOCK_N)
 

@@ -45,7 +45,7 @@ class Mask(NamedTuple):
         at: intervals `[B or 1, T, 2]` int64 in positions of the sequence; not read if causal.
         batch, row: its strides; `batch` is 0 where all sequences share the intervals.
         rows, keys: T and N.
-        begin: position of the block's first key.
+        begin: position of the block's first key; not read if causal.
         first: position of the tile's first row, less `begin`.
         window: number of keys that a row sees at most, itself included.
     """
@@ -72,11 +72,12 @@ def bounds(mask, batch, rows, CAUSAL: tl.constexpr):
     else:
         at = mask.at + batch * mask.batch + rows.to(tl.int64) * mask.row
         exists = rows < mask.rows
-        # Clamped before they are narrowed: positions are int64.
-        lo = tl.load(at, mask=exists, other=0) - mask.begin
-        hi = tl.load(at + 1, mask=exists, other=0) - mask.begin
-        lo = tl.minimum(tl.maximum(lo, 0), mask.keys).to(tl.int32)
-        hi = tl.minimum(tl.maximum(hi, 0), mask.keys).to(tl.int32)
+        # Any int64 may stand there: clamped before anything is subtracted or narrowed.
+        end = mask.begin + mask.keys
+        lo = tl.minimum(tl.maximum(tl.load(at, mask=exists, other=0), mask.begin), end)
+        hi = tl.minimum(tl.maximum(tl.load(at + 1, mask=exists, other=0), mask.begin), end)
+        lo = (lo - mask.begin).to(tl.int32)
+        hi = (hi - mask.begin).to(tl.int32)
     return tl.maximum(lo, 0), tl.minimum(hi, mask.keys)
 
 
@@ -136,9 +137,12 @@ def store_rows(at, values, rows, row_count, stride, D: tl.constexpr, BLOCK_D: tl
 def logits(products, softmax_scale, softcap, SOFTCAP: tl.constexpr):
     """Returns the logits in units of log 2, and with a softcap their slope."""
     if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), right also where exp overflows
-        power = tl.exp2(products * (2 * LOG2_E * softmax_scale / softcap))
-        bounded = 1 - 2 / (power + 1)
+        x = products * (softmax_scale / softcap)
+        # tanh by exp, right also where that overflows; near 0, where it cancels, by its series.
+        bounded = 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1)
+        y = x * x
+        series = 2 / 15 + y * (-17 / 315 + y * (62 / 2835 - y * (1382 / 155925)))
+        bounded = tl.where(y < 0.16, x * (1 + y * (-1 / 3 + y * series)), bounded)
         result, slope = bounded * (softcap * LOG2_E), 1 - bounded * bounded
     else:
         result, slope = products * (softmax_scale * LOG2_E), 1.0

@@ -97,9 +97,9 @@ def forward_kernel(
     contiguous `[B, H, T]` float32. `carry` may be `out`.
     """
     # In causal tiles the last rows have the most to do: they begin first.
-    row_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    row_block = tl.num_programs(1) - 1 - tl.program_id(1)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = rows < mask.rows
     stats = (batch * heads + head) * mask.rows + rows

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import triton
 from torch.utils.flop_counter import register_flop_formula
-from triton.runtime.interpreter import InterpretedFunction
 
 from offload.ops.flops import product_flops
 from offload.ops.fused.backward import delta_kernel, key_backward_kernel, query_backward_kernel
@@ -25,7 +24,7 @@ from offload.ops.fused.common import Mask, Operand
 from offload.ops.fused.forward import forward_kernel
 from offload.ops.fused.tiles import KernelTile, KernelTiles, tiles_for
 
-INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
+INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """Whether the kernels run in Triton's interpreter, which takes tensors of the CPU."""
 
 _INTERPRETER_TILE = KernelTile(32, 32, 1, 1)
@@ -82,7 +81,7 @@ def forward(
     tile = kernel_tiles(q, v).forward
     _launch(
         forward_kernel,
-        (triton.cdiv(q.shape[2], tile.block_m), q.shape[0] * q.shape[1]),
+        (q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], tile.block_m)),
         tile,
         *(_operand(x) for x in (q, k, v)),
         _mask(q, k, intervals, begin, first, window_size),
@@ -114,7 +113,7 @@ def delta_of(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     delta = torch.empty(batch, heads, rows, dtype=torch.float32, device=out.device)
     _launch(
         delta_kernel,
-        (triton.cdiv(rows, _DELTA_TILE.block_m), batch * heads),
+        (batch * heads, triton.cdiv(rows, _DELTA_TILE.block_m)),
         _DELTA_TILE,
         _operand(d_out),
         _operand(out),
@@ -166,7 +165,7 @@ def backward_queries(
     tile = kernel_tiles(q, v).queries
     _launch(
         query_backward_kernel,
-        (triton.cdiv(q.shape[2], tile.block_m), q.shape[0] * q.shape[1]),
+        (q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], tile.block_m)),
         tile,
         *(_operand(x) for x in (q, k, v, d_out)),
         lse,
@@ -221,7 +220,7 @@ def backward_keys(
     tile = kernel_tiles(q, v).keys
     _launch(
         key_backward_kernel,
-        (triton.cdiv(k.shape[2], tile.block_n), k.shape[0] * k.shape[1]),
+        (k.shape[0] * k.shape[1], triton.cdiv(k.shape[2], tile.block_n)),
         tile,
         *(_operand(x) for x in (q, k, v, d_out)),
         lse,
@@ -294,7 +293,7 @@ def compiler_options(tile: KernelTile) -> dict[str, Any]:
 
 def _operand(x: torch.Tensor) -> Operand:
     batch, head, row, last = x.stride()
-    assert last == 1
+    assert last == 1 or x.shape[-1] <= 1
     return Operand(x, batch, head, row)
 
 
@@ -308,7 +307,7 @@ def _mask(
 ) -> Mask:
     rows, keys = q.shape[2], k.shape[2]
     if intervals is None:
-        return Mask(q, 0, 0, rows, keys, begin, first - begin, window_size)
+        return Mask(q, 0, 0, rows, keys, 0, first - begin, window_size)
     batch, row, last = intervals.stride()
     assert last == 1
     shared = 0 if intervals.shape[0] == 1 else batch
