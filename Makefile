@@ -57,8 +57,8 @@ test-cpp: setup ## C++ tests: plain, under ThreadSanitizer, under AddressSanitiz
 test-gpu: setup ## tests that need a card; fails where there is none
 	FAIL_WITHOUT_CUDA=1 $(BIN)/python -m pytest tests -m needs_cuda
 
-gpu-check: ## build, card tests and the step bench in under 10 minutes, without a venv
-	bash bench/gpu_check.sh
+gpu-check: ## build, card tests and benches, without a venv; PARTS="tests store attention step"
+	bash bench/gpu_check.sh build/gpu-check "$(PARTS)"
 
 test-hf4: ## the transformers adapter against transformers 4.57
 	test -x $(HF4)/bin/python || $(PYTHON) -m venv $(HF4)

@@ -30,6 +30,7 @@ from tests.ops.attention_cases import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ON_A_CARD = ["torch", "triton"]
 EPS = 16 * torch.finfo(torch.float32).eps
 
 
@@ -188,7 +189,7 @@ def error(ours, right):
     return (ours.double().cpu() - right).norm() / right.norm().clamp(min=1e-30)
 
 
-def assert_within_twice_torchs_own(inputs, intervals, *sizes, **kwargs):
+def assert_within_twice_torchs_own(inputs, intervals, *sizes, backend="torch", **kwargs):
     """Errors of out, dq, dk, dv against a float64 truth, beside those of torch's attention."""
     q, k, v, _ = inputs
     exact = gradients(lambda *x: truth(*x, intervals, **kwargs)[0], *(x.double() for x in inputs))
@@ -196,7 +197,7 @@ def assert_within_twice_torchs_own(inputs, intervals, *sizes, **kwargs):
     cards = [x.cuda() for x in inputs]
     softcap, scale = kwargs.get("softcap", 0.0), kwargs.get("scale")
     out, lse, *grads = through_blocks(
-        *cards, on_card(intervals), *sizes, softcap=softcap, softmax_scale=scale
+        *cards, on_card(intervals), *sizes, softcap=softcap, softmax_scale=scale, backend=backend
     )
     mask = visible(intervals, k.shape[2]).unsqueeze(1).cuda()
     seeing = mask.any(-1, keepdim=True)
@@ -215,10 +216,12 @@ def assert_within_twice_torchs_own(inputs, intervals, *sizes, **kwargs):
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.parametrize("backend", ON_A_CARD)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_mask_over_unequal_blocks(dtype, mask):
-    assert_within_twice_torchs_own(tensors(head_dim=64, dtype=dtype), masks(63, 100)[mask], 37, 20)
+def test_every_mask_over_unequal_blocks(dtype, mask, backend):
+    inputs = tensors(head_dim=64, dtype=dtype)
+    assert_within_twice_torchs_own(inputs, masks(63, 100)[mask], 37, 20, backend=backend)
 
 
 @pytest.mark.needs_cuda
@@ -231,18 +234,21 @@ def test_head_dims_and_shared_kv_heads(dtype, heads, kv_heads, head_dim):
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.parametrize("backend", ON_A_CARD)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_of_real_size(dtype):
+def test_tiles_of_real_size(dtype, backend):
     inputs = tensors(batch=1, rows=1000, keys=3000, head_dim=128, dtype=dtype)
-    assert_within_twice_torchs_own(inputs, causal_intervals(2000, 1000), 1000, 1000)
-    assert_within_twice_torchs_own(inputs, causal_intervals(2000, 1000, window_size=129), 1000)
+    causal, window = (causal_intervals(2000, 1000, window_size=size) for size in (None, 129))
+    assert_within_twice_torchs_own(inputs, causal, 1000, 1000, backend=backend)
+    assert_within_twice_torchs_own(inputs, window, 1000, backend=backend)
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.parametrize("backend", ON_A_CARD)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_row_as_in_decoding(dtype):
+def test_one_row_as_in_decoding(dtype, backend):
     inputs = tensors(rows=1, keys=300, head_dim=64, dtype=dtype)
-    assert_within_twice_torchs_own(inputs, causal_intervals(299, 1), 128)
+    assert_within_twice_torchs_own(inputs, causal_intervals(299, 1), 128, backend=backend)
 
 
 @pytest.mark.needs_cuda
@@ -254,14 +260,23 @@ def test_softcap_takes_the_plain_formula(dtype, mask):
 
 
 @pytest.mark.needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcap_in_triton(dtype):
+    inputs, options = tensors(head_dim=64, dtype=dtype), {"softcap": 2.0, "scale": 0.3}
+    intervals = masks(63, 100)["blind rows"]
+    assert_within_twice_torchs_own(inputs, intervals, 37, backend="triton", **options)
+
+
+@pytest.mark.needs_cuda
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_strides(dtype, layout):
     inputs = tensors(head_dim=64, dtype=dtype)
     for mask in ("causal", "blind rows"):
         intervals = on_card(masks(63, 100)[mask])
-        plain = through_blocks(*(x.cuda() for x in inputs), intervals, 37)
-        strided = through_blocks(*(layout(x.cuda()) for x in inputs), intervals, 37)
+        plain = through_blocks(*(x.cuda() for x in inputs), intervals, 37, backend="torch")
+        moved = (layout(x.cuda()) for x in inputs)
+        strided = through_blocks(*moved, intervals, 37, backend="torch")
         for a, b in zip(strided, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
@@ -298,14 +313,21 @@ def test_attention_against_torchs(dtype):
 
 
 @pytest.mark.needs_cuda
-def test_a_tile_never_waits_on_the_device():
+@pytest.mark.parametrize("backend", ON_A_CARD)
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_a_tile_never_waits_on_the_device(backend, where):
+    if (backend, where) == ("torch", "cpu"):
+        pytest.skip("its masks are made on the device, from intervals that the caller brings there")
     q, k, v, _ = (x.cuda() for x in tensors(head_dim=64, dtype=torch.float16))
     blocks = cut(k, v, 37, 20)
-    intervals = causal_intervals(37, 63, window_size=30, device="cuda")
-    attend(q, blocks, intervals)
+    causal = causal_intervals(37, 63, window_size=30, device=where)
+    other = full_intervals(63, 90, device=where)
+    for intervals in (causal, other):
+        attend(q, blocks, intervals, backend=backend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        attend(q, blocks, intervals)
+        for intervals in (causal, other):
+            attend(q, blocks, intervals, backend=backend)
     finally:
         torch.cuda.set_sync_debug_mode("default")
