@@ -19,6 +19,9 @@ from bench.spec import StepSpec
 
 Row = dict[str, Any]
 
+_NOT_SHOWN = ("input_directory", "upcast", "disk")
+"""Of a spec in a row: where things lie on this machine, and what is no choice of the caller."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -221,7 +224,7 @@ def run_bench(plan: Plan, args: argparse.Namespace, reference_order: list[str]) 
         The complete records.
     """
     spec = plan.spec
-    shown = {k: v for k, v in spec.to_dict().items() if k not in ("input_directory", "upcast")}
+    shown = {k: v for k, v in spec.to_dict().items() if k not in _NOT_SHOWN}
     if spec.model != "smollm2":
         shown |= {k: shown[k] or v for k, v in models.SHAPES[spec.model].items()}
     shared = {
