@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils.flop_counter import register_flop_formula
 
 from offload.ops.backends import check_name
-from offload.ops.flops import product_flops
+from offload.ops.flops import product_flops, register_flops
 from offload.ops.intervals import (
     causal_intervals,
     check_intervals,
@@ -202,14 +201,16 @@ def _differentiate(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[torch.Tensor 
 _attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
-@register_flop_formula(torch.ops.offload.attention)
-def _(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
     return product_flops(q_shape, k_shape, v_shape, of_keys=1, of_values=1)
 
 
-@register_flop_formula(torch.ops.offload.attention_backward)
-def _(_d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(_d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
     return product_flops(q_shape, k_shape, v_shape, of_keys=3, of_values=2)
+
+
+register_flops(torch.ops.offload.attention, _forward_flops)
+register_flops(torch.ops.offload.attention_backward, _backward_flops)
 
 
 # -- tiles and chunks ------------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Attention as an operator of torch: compilers, fake tensors, counters of FLOPs."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -113,3 +116,16 @@ def test_flops_of_the_triton_kernels_are_counted():
     assert counts == {"fused_forward": 2 * product}
     counts = counted(lambda: attend_backward(d_out, q, blocks, out, lse, intervals, **options))
     assert counts == {"fused_backward_queries": 3 * product, "fused_backward_keys": 4 * product}
+
+
+def test_a_counter_that_is_imported_after_us_knows_attention():
+    script = (
+        "import sys, offload, torch\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "q = torch.ones(1, 1, 8, 16)\n"
+        "with FlopCounterMode(display=False) as counter: offload.attention(q, q, q)\n"
+        "assert counter.get_total_flops() == 4 * 8 * 8 * 16\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 import triton
-from torch.utils.flop_counter import register_flop_formula
 
-from offload.ops.flops import product_flops
+from offload.ops.flops import product_flops, register_flops
 from offload.ops.fused.backward import delta_kernel, key_backward_kernel, query_backward_kernel
 from offload.ops.fused.common import Mask, Operand
 from offload.ops.fused.forward import forward_kernel
@@ -254,19 +253,25 @@ def _empty_delta(d_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 torch.library.register_fake("offload::fused_delta", _empty_delta, lib=_LIBRARY)
 
 
-@register_flop_formula(torch.ops.offload.fused_forward)
-def _(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+def _fused_forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
     return product_flops(q_shape, k_shape, v_shape, of_keys=1, of_values=1)
 
 
-@register_flop_formula(torch.ops.offload.fused_backward_queries)
-def _(_d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+def _fused_backward_queries_flops(
+    _d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any
+) -> int:
     return product_flops(q_shape, k_shape, v_shape, of_keys=2, of_values=1)
 
 
-@register_flop_formula(torch.ops.offload.fused_backward_keys)
-def _(_d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any) -> int:
+def _fused_backward_keys_flops(
+    _d: Any, q_shape: Any, k_shape: Any, v_shape: Any, *_: Any, **__: Any
+) -> int:
     return product_flops(q_shape, k_shape, v_shape, of_keys=2, of_values=2)
+
+
+register_flops(torch.ops.offload.fused_forward, _fused_forward_flops)
+register_flops(torch.ops.offload.fused_backward_queries, _fused_backward_queries_flops)
+register_flops(torch.ops.offload.fused_backward_keys, _fused_backward_keys_flops)
 
 
 # -- arguments of a launch -------------------------------------------------------------------------
