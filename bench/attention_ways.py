@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.rates import seconds_of
 from offload.ops.attention import attention
 from offload.ops.intervals import causal_intervals
 from offload.ops.key_blocks import KeyBlock
@@ -270,9 +270,7 @@ def seconds(
     if not device.startswith("cuda"):
         times = []
         for _ in range(rounds):
-            begin = time.perf_counter()
-            action()
-            times.append(time.perf_counter() - begin)
+            times.append(seconds_of(action))
             afterwards()
         return median(times)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]

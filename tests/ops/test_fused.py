@@ -1,6 +1,7 @@
 """The Triton kernels against the plain formula: on a card, or on the CPU by the interpreter."""
 
 import itertools
+import types
 
 import pytest
 import torch
@@ -300,6 +301,35 @@ def test_what_the_kernels_do_not_take_is_refused_when_they_are_asked_for(change,
     with pytest.raises(ValueError, match=f"takes, got {message}. Use 'auto'"):
         attention(q, k, v, backend="triton")
     attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "failure", "message"),
+    [
+        (None, (9, 0), "", ""),
+        ("6.0", (9, 0), "", "a card of AMD"),
+        (None, (7, 5), "", "a card of compute capability 7.5, less than 8.0"),
+        (None, (9, 0), "a Triton that fails here", "a Triton that fails here"),
+    ],
+)
+def test_cards_that_the_kernels_do_not_run_on(monkeypatch, hip, capability, failure, message):
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backend, "capability_of", lambda device: capability)
+    monkeypatch.setattr(backend, "_failure", lambda device: failure)
+    q = types.SimpleNamespace(
+        dtype=torch.float16, shape=(1, 2, 3, 64), device=torch.device("cuda", 0)
+    )
+    assert backend.refusal(q, 64) == message
+
+
+def test_a_triton_that_cannot_compile_says_why(monkeypatch):
+    def no_compiler(*tensors):
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(backend, "delta_of", no_compiler)
+    said = backend._failure.__wrapped__(torch.device(DEVICE))
+    assert said == "a Triton that fails here (RuntimeError: Failed to find C compiler.)"
 
 
 @pytest.mark.parametrize(("start", "window_size"), [(0, None), (7, None), (7, 3), (0, 5), (90, 1)])
