@@ -57,6 +57,16 @@ def test_a_compiled_layer_still_sends_its_attention_to_the_tile():
     assert torch.equal(compiled(q, k, v), outside)
 
 
+def test_a_layer_is_compiled_whole_after_a_tile_has_run():
+    q, k, v, _ = tensors(rows=20, keys=20)
+    with routed(lambda call: call.q):
+        attention(q, k, v)
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v) - 1, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(q, k, v), attention(q, k, v) - 1)
+
+
 def test_fake_tensors_have_shapes_strides_and_gradients():
     with FakeTensorMode():
         q, k, v, d_out = (x.bfloat16().requires_grad_() for x in tensors(value_dim=24))

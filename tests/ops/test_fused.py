@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from offload.ops.attention import attention
 from offload.ops.intervals import causal_intervals, causal_pattern
+from offload.ops.key_blocks import KeyBlock
 from offload.ops.tile_attention import attend, attend_backward
 from tests.ops.attention_cases import (
     LAYOUTS,
@@ -134,6 +135,56 @@ def check_wide(case, bounds):
     assert_right(actual, expected, torch.float32)
 
 
+@pytest.mark.parametrize("form", ["causal", "read"])
+def test_keys_that_no_row_of_a_program_sees_are_not_read(form):
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "rows": 480, "keys": 480}
+    case = tensors(**sizes, dtype=torch.float32)
+    bounds = causal_intervals(0, 480, window_size=5)
+    if form == "read":
+        bounds[0, 305, 0] += 1
+    expected = exact(*case, bounds)
+    for x in case[1:3]:
+        x[:, :, 200:260] = torch.nan
+    actual = through_blocks(*(x.to(DEVICE) for x in case), bounds, backend="triton")
+    for part in (slice(128), slice(384, None)):  # the widest programs take 128 rows or keys
+        assert_right(*([x[:, :, part] for x in y] for y in (actual, expected)), torch.float32)
+
+
+@pytest.mark.parametrize("form", ["causal", "read"])
+def test_rows_that_see_no_key_of_a_program_are_not_read(form):
+    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "rows": 480, "keys": 480}
+    q, k, v, d_out = tensors(**sizes, dtype=torch.float32)
+    bounds = causal_intervals(0, 480, window_size=5)
+    if form == "read":
+        bounds[0, 305, 0] += 1
+    block = KeyBlock(*(x[:, :, 300:309].to(DEVICE) for x in (k, v)), 300)
+    expected = exact(q, k, v, d_out, bounds)
+    out, lse = (x.float().to(DEVICE) for x in expected[:2])
+    for x in (q, d_out):
+        x[:, :, :300] = x[:, :, 313:] = torch.nan
+    q, d_out = (x.to(DEVICE) for x in (q, d_out))
+    attend_backward(d_out, q, [block], out, lse, bounds, backend="triton")
+    of_keys = [x[:, :, 300:309] for x in expected[3:]]
+    for a, e in zip((block.dk, block.dv), of_keys, strict=True):
+        torch.testing.assert_close(a.double().cpu(), e, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mask", "computed"), [("causal", True), ("window", True), ("all", False)])
+def test_bounds_of_causal_tiles_are_computed_not_read(monkeypatch, mask, computed):
+    read = []
+    for name in ("forward", "backward_keys", "backward_queries"):
+        function, index = getattr(backend, name), 3 if name == "forward" else 6
+
+        def launch(*arguments, function=function, index=index):
+            read.append(arguments[index])
+            function(*arguments)
+
+        monkeypatch.setattr(backend, name, launch)
+    case = (x.float().to(DEVICE) for x in tensors(batch=1, rows=9, keys=20))
+    through_blocks(*case, masks(9, 20)[mask], backend="triton")
+    assert [x is None for x in read] == [computed] * 3
+
+
 @pytest.mark.parametrize("change", [tokens_first, within_something_larger])
 def test_the_layouts_of_transformers_are_not_copied(monkeypatch, change):
     q, k, v, d_out = (change(x.float()).to(DEVICE) for x in tensors(batch=2, rows=20, keys=20))
@@ -231,6 +282,34 @@ def test_gradients_of_keys_are_added_to_what_is_there():
         torch.testing.assert_close(block.dv, 2 * dv)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_between_key_blocks_nothing_is_rounded(dtype):
+    q, k, v, d_out = (torch.zeros(1, 1, n, 16, dtype=dtype, device=DEVICE) for n in (1, 9, 9, 1))
+    v[:, :, 0] = torch.linspace(1, 2, 16)
+    large = 2 / torch.finfo(dtype).eps  # large + 1 is large
+    k[..., 0], k[:, :, 0, 0] = 1, large
+    blocks, bounds = cut(k, v, *[1] * 8), torch.tensor([[[0, 9]]])
+    out, _ = attend(q, blocks, bounds, backend="triton")
+    torch.testing.assert_close(
+        out.double(), v[:, :, :1].double() / 9, rtol=0.51 * torch.finfo(dtype).eps, atol=0
+    )
+    d_out[..., 0], v[..., 0] = 1, 1
+    nothing = torch.zeros_like(d_out), torch.zeros(1, 1, 1, device=DEVICE)  # each weight is 1
+    options = {"softmax_scale": 1.0, "backend": "triton"}
+    dq = attend_backward(d_out, q, blocks, *nothing, bounds, **options)
+    assert dq[0, 0, 0, 0] == large + 8
+
+
+def test_a_result_over_no_key_is_a_copy_of_the_carry():
+    q, k, v, d_out = (x.float().to(DEVICE) for x in tensors(rows=5, keys=9))
+    carry = d_out, torch.zeros(d_out.shape[:3], device=DEVICE)
+    unseen = torch.zeros(1, 5, 2, dtype=torch.int64)
+    result = attend(q, cut(k, v), unseen, carry=carry, backend="triton")
+    for a, b in zip(result, carry, strict=True):
+        assert torch.equal(a, b)
+        assert a.data_ptr() != b.data_ptr()
+
+
 def test_two_runs_are_equal_bit_for_bit():
     case = [x.float().to(DEVICE) for x in tensors()]
     runs = [through_blocks(*case, masks(63, 100)["window"], 41, backend="triton") for _ in range(2)]
@@ -294,6 +373,11 @@ def test_offsets_beyond_2_to_the_31_elements(tmp_path, dim):
     [
         (lambda x: x.double(), "dtype torch.float64"),
         (lambda x: x.repeat(1, 1, 1, 20).float(), "a head dim of 320, more than 256"),
+        pytest.param(
+            lambda x: x.bfloat16(),
+            "bfloat16 in Triton's interpreter",
+            marks=pytest.mark.skipif(not backend.INTERPRETED, reason="cards take it"),
+        ),
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused_when_they_are_asked_for(change, message):
@@ -301,6 +385,12 @@ def test_what_the_kernels_do_not_take_is_refused_when_they_are_asked_for(change,
     with pytest.raises(ValueError, match=f"takes, got {message}. Use 'auto'"):
         attention(q, k, v, backend="triton")
     attention(q, k, v)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(257, 16), (16, 257)])
+def test_wide_keys_are_refused_and_so_are_wide_values(head_dim, value_dim):
+    q = torch.zeros(1, 1, 1, head_dim, device=DEVICE)
+    assert backend.refusal(q, value_dim) == "a head dim of 257, more than 256"
 
 
 @pytest.mark.parametrize(

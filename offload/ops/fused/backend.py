@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from offload.devices import capability_of, is_planned, type_of
 from offload.ops._torch import unit_last_stride
 from offload.ops.fused.operators import (
     INTERPRETED,
     backward_keys,
     backward_queries,
-    capability_of,
     delta_of,
     forward,
 )
@@ -33,18 +33,18 @@ def refusal(q: torch.Tensor, value_dim: int) -> str:
         return f"dtype {q.dtype}"
     if max(q.shape[-1], value_dim) > 256:
         return f"a head dim of {max(q.shape[-1], value_dim)}, more than 256"
-    if q.device.type == "meta":
+    if q.device.type == "meta" and not is_planned():
         return ""  # nothing is launched
-    if INTERPRETED:
+    if INTERPRETED and q.device.type != "meta":
         return "" if q.dtype != torch.bfloat16 else "bfloat16 in Triton's interpreter"
-    if q.device.type != "cuda":
+    if type_of(q.device) != "cuda":
         return f"tensors on {q.device}"
     if torch.version.hip is not None:
         return "a card of AMD"
     major, minor = capability_of(q.device)
     if major < 8:
         return f"a card of compute capability {major}.{minor}, less than 8.0"
-    return _failure(q.device)
+    return "" if is_planned() else _failure(q.device)
 
 
 @functools.cache
@@ -121,7 +121,8 @@ class TritonBackend:
         lse = lse.to(torch.float32).contiguous()
         delta = delta_of(d_out, out)
         dq = torch.empty_like(q)
-        between = dq if len(blocks) == 1 else torch.empty_like(q, dtype=torch.float32)
+        whole = q.dtype == torch.float32 or len(blocks) == 1
+        between = dq if whole else torch.empty_like(q, dtype=torch.float32)
         rows = _Rows.of(q, blocks)
         carry = None
         for keys in blocks:
@@ -161,4 +162,6 @@ def _on_device(intervals: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies intervals to a card without waiting for what it computes."""
     if intervals.device == device:
         return intervals
+    if device.type == "meta":
+        return intervals.to(device)
     return intervals.pin_memory().to(device, non_blocking=True)
