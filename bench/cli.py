@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import attention, codec, forward, kernels, plot, step, store
+from bench import attention, codec, forward, kernels, plan, plot, step, store
 
 COMMANDS = {
     "step": step,
@@ -14,6 +14,7 @@ COMMANDS = {
     "attention": attention,
     "codec": codec,
     "kernels": kernels,
+    "plan": plan,
     "plot": plot,
 }
 

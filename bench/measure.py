@@ -190,11 +190,20 @@ def reset_peak_rss() -> bool:
 
 def read_peak_rss() -> int | None:
     """Returns the high-water mark of resident memory in bytes, None where /proc has none."""
+    return _read_status("VmHWM")
+
+
+def read_rss() -> int | None:
+    """Returns resident memory in bytes as it is now, None where /proc has none."""
+    return _read_status("VmRSS")
+
+
+def _read_status(key: str) -> int | None:
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    match = re.search(rf"{key}:\s+(\d+) kB", status)
     return int(match[1]) * 1024 if match else None
 
 

@@ -29,7 +29,7 @@ def tune(case: Case, rounds: int) -> Iterator[Row]:
     Yields:
         A row for each kernel and tile; seconds None where it was not run.
     """
-    from offload.ops.fused.operators import capability_of
+    from offload.devices import capability_of
     from offload.ops.fused.tiles import KernelTile, shared_bytes, tiles_for
 
     capability = capability_of(torch.device("cuda", torch.cuda.current_device()))

@@ -76,6 +76,7 @@ class Worker:
         self.figures |= {
             "weights_bytes": weights_bytes,
             "peak_rss_is_of_steps": measure.reset_peak_rss(),
+            "rss_before_bytes": measure.read_rss(),
         }
         start = time.perf_counter()
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from offload import _native
-from offload._wrap import wrapped_layers
+from offload.installer import wrapped_layers
 from offload.policy import format_bytes
 from offload.store import default_store
 from offload.tier_report import ArenaReport, DiskReport, arena_report, common_fields, disk_report

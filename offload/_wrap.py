@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from offload.adapters import transformers as hf
 from offload.adapters.accelerate import weights_are_elsewhere
-from offload.discovery import NamedLayers, Selection, find_layers, find_tokenwise
+from offload.discovery import Selection, find_layers
 from offload.errors import LayerRefused
 from offload.installation import Installation
-from offload.layer_call import LayerCall, TokenwiseCall
+from offload.installer import install, uninstall
+from offload.planner import plan
 from offload.policy import Policy
-from offload.stand_in import stand_in_of
 from offload.store import default_store, engine
+from offload.store.budget import default_budget
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -24,6 +28,10 @@ def wrap(
     *,
     layers: Selection | None = None,
     policy: Policy | None = None,
+    memory: int | str | None = None,
+    tokens: int | None = None,
+    host: int | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
     verify: bool = False,
 ) -> Model:
     """Makes a model train long inputs in less device memory; nothing else in your code changes.
@@ -43,13 +51,22 @@ def wrap(
     checkpointing does), and `gradient_checkpointing_enable()` keeps working without a second
     recomputation.
 
+    With `memory` and `tokens` the policy is planned (`offload.plan`): the fastest that fits. The
+    plan counts on a training step with AdamW, if the model has weights to train; plan with
+    `offload.plan` for anything else and give its `policy`.
+
     Wrapping a wrapped model replaces its policy and selection.
 
     Args:
         model: changed in place; class, parameters, names, hooks and `state_dict` stay as they are.
         layers: which modules are layers: a class, a name pattern, a list, or a predicate
             `(name, module) -> bool`; None finds them. See `offload.discovery.find_layers`.
-        policy: how to run them; None takes the defaults.
+        policy: how to run them; None takes the defaults, or plans.
+        memory: what the card has, in bytes or as `"8GB"`, to plan for; needs `tokens`.
+        tokens: the longest sequence that will be run.
+        host: cap of the host memory for activations, `Policy.host_bytes`; None for 70 % of what is
+            left.
+        disk: directory on a fast drive for what exceeds it, `Policy.disk`.
         verify: run the first call of each layer a second time in one piece and compare output and
             gradients; needs the memory of one layer's graph over the whole sequence.
 
@@ -57,12 +74,14 @@ def wrap(
         The same model.
 
     Raises:
-        ValueError: if no layer is found.
+        ValueError: if no layer is found, or arguments exclude each other.
+        DoesNotFit: if no way to run `tokens` fits `memory`; says what would.
         TypeError: if an argument has the wrong type.
         LayerRefused: if a layer's weights are not there (on meta, or loaded per call by
             accelerate).
     """
-    policy = _checked(model, policy)
+    _check_model(model)
+    policy = _policy_of(model, layers, policy, _Limits(memory, tokens, host, disk))
     named = find_layers(model, layers)
     for name, layer in named:
         if reason := weights_are_elsewhere(layer):
@@ -79,11 +98,60 @@ def wrap(
     if policy.debug:
         default_store().set_debug(True)
     unwrap(model)
-    _install(model, named, Installation(policy, len(named), verify=verify))
+    install(model, named, Installation(policy, len(named), verify=verify))
     return model
 
 
-def _checked(model: nn.Module, policy: Policy | None) -> Policy:
+class _Limits(NamedTuple):
+    """What `wrap` is told in place of a policy, or for the planner to make one of."""
+
+    memory: int | str | None
+    tokens: int | None
+    host: int | str | None
+    disk: str | os.PathLike[str] | None
+
+
+def _policy_of(
+    model: nn.Module, layers: Selection | None, policy: Policy | None, limits: _Limits
+) -> Policy:
+    """Returns the policy that the arguments of `wrap` amount to."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"wrap: expected an offload.Policy, got {policy!r}.")
+    given = [name for name, value in limits._asdict().items() if value is not None]
+    if policy is not None and given:
+        raise ValueError(
+            f"wrap: expected a policy or limits, got a policy and {', '.join(given)}. Put host and "
+            "disk into the policy (host_bytes, disk); memory and tokens are for planning one."
+        )
+    if isinstance(limits.memory, Mapping):
+        raise NotImplementedError(
+            "wrap: expected the memory of one card, got that of several. offload.plan places a "
+            "model on several cards; running it so is not done yet."
+        )
+    if (limits.memory is None) != (limits.tokens is None):
+        raise ValueError(
+            f"wrap: expected memory and tokens together, got {', '.join(given)}. Give both to have "
+            "the policy planned, or neither."
+        )
+    if policy is not None:
+        return policy
+    if limits.tokens is None:
+        return Policy(host_bytes=limits.host, disk=limits.disk)
+    host = default_budget().cap_bytes if limits.host is None else limits.host
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    planned = plan(
+        model,
+        tokens=limits.tokens,
+        memory=limits.memory,
+        host=host,
+        disk=None if limits.disk is None else Path(limits.disk),
+        train=trains,
+        layers=layers,
+    ).policy
+    return planned if limits.host is not None else replace(planned, host_bytes=None)
+
+
+def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"wrap: expected a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, nn.DataParallel):
@@ -96,22 +164,6 @@ def _checked(model: nn.Module, policy: Policy | None) -> Policy:
             "wrap: expected an eager model, got a compiled one. Wrap the model first and compile "
             "modules inside its layers, such as `layer.mlp.compile()`."
         )
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"wrap: expected an offload.Policy, got {policy!r}.")
-    return policy if policy is not None else Policy()
-
-
-def _install(model: nn.Module, named: NamedLayers, installation: Installation) -> None:
-    policy = installation.policy
-    for index, (name, layer) in enumerate(named):
-        LayerCall(layer, name, len(named) - index, installation).put()
-    if policy.mode in ("auto", "tiled"):
-        for name, module in find_tokenwise(model, named):
-            TokenwiseCall(module, name, 0, installation).put()
-        hf.install_bodies(model)
-        hf.install_head(model, policy.loss_chunk_tokens)
-    if policy.mode != "keep":
-        hf.install(model)
 
 
 def unwrap(model: Model) -> Model:
@@ -126,18 +178,6 @@ def unwrap(model: Model) -> Model:
     Returns:
         The same model.
     """
-    wrapped = wrapped_layers(model)
-    for call in wrapped:
-        call.remove()
-    hf.uninstall_head(model)
-    hf.uninstall_bodies(model)
-    hf.uninstall(model)
-    if wrapped:
+    if uninstall(model):
         default_store().trim()
     return model
-
-
-def wrapped_layers(model: nn.Module) -> list[LayerCall]:
-    """Returns the calls of a model's wrapped layers, in the order of `modules()`."""
-    calls = (stand_in_of(module, LayerCall) for module in model.modules())
-    return [call for call in calls if call is not None]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.adapters import transformers as hf
 from offload.ambient import Ambient
 from offload.snapshots import LayerSnapshot
-from offload.store import OffloadHooks, default_store
+from offload.store import OffloadHooks, Store
 from offload.store.identity import TensorKey, is_held_by_its_owner, is_plain, tensor_key
 from offload.store.statistics import Record
 
@@ -101,6 +101,7 @@ def _snapshot(leaves: list[Any]) -> list[Any]:
 
 def run_checkpointed(
     region: CheckpointRegion,
+    store: Store,
     tier_of: Callable[[torch.Tensor], str],
     record: Record,
     codec_of: Callable[[torch.Tensor], str | None],
@@ -113,6 +114,7 @@ def run_checkpointed(
 
     Args:
         region: the call; its tensors are taken out of it.
+        store: where its inputs go.
         tier_of: where each input goes, see `OffloadHooks`.
         record: where to count.
         codec_of: their codecs, likewise.
@@ -120,7 +122,7 @@ def run_checkpointed(
     Returns:
         Whatever the layer returns.
     """
-    with OffloadHooks(default_store(), tier_of, record, codec_of):
+    with OffloadHooks(store, tier_of, record, codec_of):
         return checkpoint(region, *region.take_tensors(), use_reentrant=False)
 
 

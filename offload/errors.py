@@ -38,6 +38,28 @@ class ArenaFull(OffloadError):
         return ArenaFull, (self.asked_bytes, self.free_bytes, self.cap_bytes, self.disk_refusal)
 
 
+class DoesNotFit(OffloadError):
+    """No way to run a step fits the memory there is; nothing was run.
+
+    Args:
+        message: what was asked, what each purpose takes, and what would help.
+        need_bytes: what the device would have to have for the way that takes the least.
+        longest_tokens: the longest sequence that fits; 0 where none does.
+        remedies: single changes that make it fit, in words.
+    """
+
+    def __init__(
+        self, message: str, need_bytes: int, longest_tokens: int, remedies: tuple[str, ...]
+    ) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
+        self.longest_tokens = longest_tokens
+        self.remedies = remedies
+
+    def __reduce__(self) -> tuple[type[DoesNotFit], tuple[str, int, int, tuple[str, ...]]]:
+        return DoesNotFit, (str(self), self.need_bytes, self.longest_tokens, self.remedies)
+
+
 class TicketPoisoned(OffloadError):
     """A ticket does not hold its tensor: the copy failed, or the tensor was changed in place."""
 

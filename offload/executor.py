@@ -201,7 +201,7 @@ class TiledCall:
                 tile = tape.tiles[index]
                 part = d_output[:, tile.begin : tile.end]
                 d_part, *grads = self.backward_cell(part, keys, index, needs_input=needs_input)
-                _accumulate(totals, grads)
+                accumulate(totals, grads)
                 if d_part is not None:
                     if d_hidden is None:
                         d_hidden = d_part.new_empty(self.arguments.shape)
@@ -313,7 +313,7 @@ class _TiledLayer(torch.autograd.Function):
         return None, d_hidden, *grads
 
 
-def _accumulate(totals: list[torch.Tensor | None], grads: list[torch.Tensor | None]) -> None:
+def accumulate(totals: list[torch.Tensor | None], grads: list[torch.Tensor | None]) -> None:
     """Adds gradients of a tile to the totals, in max(float32, dtype)."""
     for i, grad in enumerate(grads):
         if grad is None:

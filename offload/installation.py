@@ -7,7 +7,9 @@ import warnings
 import torch
 
 from offload import _native
+from offload.devices import type_of
 from offload.policy import Policy
+from offload.store import Store, default_store
 from offload.store.identity import nbytes_of
 from offload.store.statistics import Progress, Record
 
@@ -19,12 +21,21 @@ class Installation:
         policy: how layers are run.
         layer_count: how many layers were wrapped.
         verify: whether each layer's first call is compared whole.
+        store: where activations go; None for the process's own.
     """
 
-    def __init__(self, policy: Policy, layer_count: int, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        layer_count: int,
+        *,
+        verify: bool = False,
+        store: Store | None = None,
+    ) -> None:
         self.policy = policy
         self.layer_count = layer_count
         self.verify = verify
+        self._store = store
         self.progress = Progress()
         self.records: list[Record] = []
         self.written_before = _native.disk_statistics().written_bytes if _native.started() else 0
@@ -32,12 +43,17 @@ class Installation:
         self.input_device_type = ""
         self.warned: set[str] = set()
 
+    @property
+    def store(self) -> Store:
+        """Where activations go."""
+        return default_store() if self._store is None else self._store
+
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Remembers the largest layer input, for the report."""
         largest = max(tensors, key=nbytes_of, default=None)
         if largest is not None and nbytes_of(largest) > self.largest_input_bytes:
             self.largest_input_bytes = nbytes_of(largest)
-            self.input_device_type = largest.device.type
+            self.input_device_type = type_of(largest.device)
 
     def wants_host(self, tensor: torch.Tensor) -> bool:
         """Whether what backward needs of a layer with this input leaves the device."""
@@ -54,7 +70,7 @@ class Installation:
 
     def _stays_on_device(self, tensor: torch.Tensor) -> bool:
         tier = self.policy.tier
-        return tier == "device" or (tier == "auto" and tensor.device.type == "cpu")
+        return tier == "device" or (tier == "auto" and type_of(tensor.device) == "cpu")
 
     def idle_reason(self) -> str:
         """Says why nothing was moved to the host so far; empty when something was."""

@@ -13,6 +13,9 @@ from torch.overrides import TorchFunctionMode
 from offload.errors import TileRefused
 from offload.ops.attention import attention
 
+_SCALED_DOT_PRODUCT = F.scaled_dot_product_attention
+"""torch's own, whatever stands in its place later."""
+
 _PARAMETERS = inspect.Signature(
     [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
@@ -46,7 +49,7 @@ class RouteScaledDotProduct(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Calls the function, or the executor's attention in its place."""
-        if func is not F.scaled_dot_product_attention:
+        if func is not _SCALED_DOT_PRODUCT:
             return func(*args, **(kwargs or {}))
         return _attention(*args, **(kwargs or {}))
 

@@ -15,7 +15,6 @@ from offload.errors import LayerRefused, OffloadError, TileRefused
 from offload.installation import Installation
 from offload.snapshots import LayerSnapshot
 from offload.stand_in import ForwardStandIn
-from offload.store import default_store
 from offload.store.identity import tensor_key
 from offload.store.statistics import Record
 from offload.tiling import Tiling
@@ -115,7 +114,7 @@ class LayerCall(ForwardStandIn):
     def _run(self, region: CheckpointRegion) -> Any:
         installation = self.installation
         if installation.progress.on_forward():
-            default_store().begin_order()
+            installation.store.begin_order()
         installation.note_inputs(region.tensors)
         self.record.forwards += 1
         self.record.mode = "checkpoint"
@@ -134,7 +133,7 @@ class LayerCall(ForwardStandIn):
 
         snapshot = LayerSnapshot(self.module, self.name, self.written_buffers)
         region.snapshot = snapshot
-        output = run_checkpointed(region, tier_of, self.record, codec_of)
+        output = run_checkpointed(region, installation.store, tier_of, self.record, codec_of)
         written, missing = snapshot.check_after_forward()
         self.written_buffers = written | (self.written_buffers or set())
         if missing:

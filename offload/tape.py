@@ -113,10 +113,10 @@ class Tape:
         stays = self._keep_last and tile is self.tiles[-1]
         if self._ahead_bytes is None:
             self._ahead_bytes = INPUTS_AHEAD * tensor.nbytes
-        options: Any = {"in_order": in_order, "ahead_bytes": self._ahead_bytes}
+        options: Any = {"in_order": in_order, "ahead_bytes": self._ahead_bytes, "role": role}
         if self._on_host and not stays:
             codec = getattr(self._codecs, role) if role else None
-            options |= {"leaves": self._leaves, "codec": codec, "role": role}
+            options |= {"leaves": self._leaves, "codec": codec}
             return self.store.offload(tensor, self._record, **options)
         if self._on_host and tensor.untyped_storage().nbytes() > tensor.nbytes:
             tensor = tensor.clone()  # the rest of what it is a part of may go

@@ -12,13 +12,13 @@ from offload.adapters import transformers as hf
 from offload.adapters.accelerate import weights_are_elsewhere
 from offload.adapters.hooks import has_user_hook
 from offload.adapters.peft import adapter_state
+from offload.devices import is_planned
 from offload.errors import LayerRefused, TileRefused
 from offload.executor import TiledCall, tiles_of
 from offload.installation import Installation
 from offload.layer_arguments import LayerArguments
 from offload.probe import PROBE_TOKENS, Verdict, prove, verify
 from offload.snapshots import LayerSnapshot
-from offload.store import default_store
 from offload.store.statistics import Record
 from offload.tape import Tape
 
@@ -93,6 +93,8 @@ class Tiling:
         return PreparedCall(self, forward, arguments, needs_gradients=needs_gradients)
 
     def _proof(self, forward: Callable[..., Any], arguments: LayerArguments) -> Verdict:
+        if is_planned():
+            return Verdict(arguments.tokens)  # there are no values to prove anything with
         layer, hidden = self.layer, arguments.hidden
         key = (
             tuple(module.training for module in layer.modules()),
@@ -163,12 +165,12 @@ class PreparedCall:
             tape = Tape(tiles, None, backend=backend)
             return self._checked(TiledCall(layer, self._forward, arguments), tape)
         if installation.progress.on_forward():
-            default_store().begin_order()
+            installation.store.begin_order()
         installation.note_inputs([hidden])
         tiling.record.forwards += 1
         tape = Tape(
             tiles,
-            default_store(),
+            installation.store,
             tiling.record,
             on_host=installation.wants_host(hidden),
             keep_last=tiling.keep_last,

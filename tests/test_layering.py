@@ -10,10 +10,14 @@ import offload
 PACKAGE = Path(offload.__file__).parent
 
 RANKS = [
+    ["__main__"],
+    ["cli"],
     ["__init__"],
     ["_report"],
     ["tier_report"],
     ["_wrap"],
+    ["planner"],
+    ["installer"],
     ["layer_call"],
     ["tiling"],
     ["probe"],
@@ -28,7 +32,7 @@ RANKS = [
 ]
 """From the top; a module imports only what stands below its own line."""
 
-ANYWHERE = {"errors", "policy"}
+ANYWHERE = {"devices", "errors", "policy"}
 """Import nothing of the package, so that every room may import them."""
 
 RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from offload.devices import is_planned
+
 
 def weights_are_elsewhere(layer: nn.Module) -> str:
     """Says why a layer's weights are not there between calls; empty where they are.
@@ -16,6 +18,6 @@ def weights_are_elsewhere(layer: nn.Module) -> str:
         hooks = getattr(hook, "hooks", (hook,))
         if any(getattr(part, "offload", False) for part in hooks):
             return "accelerate loads its weights for each call and drops them after it"
-    if any(parameter.is_meta for parameter in layer.parameters()):
+    if not is_planned() and any(parameter.is_meta for parameter in layer.parameters()):
         return "it has parameters on the meta device, which hold no values"
     return ""

@@ -18,13 +18,13 @@ through the plain formula, some rows at a time.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
+from offload.devices import capability_of, type_of
 from offload.ops import reference_attention
 from offload.ops.intervals import Part, Visibility
 from offload.ops.reference_attention import wide_dtype
@@ -105,9 +105,9 @@ def _choose(q: torch.Tensor, v: torch.Tensor, part: Part, softcap: float) -> _Ke
         return None
     if _is_cpu(q):
         return _CPU
-    if q.device.type != "cuda" or torch.version.hip is not None or q.dtype == torch.float64:
+    if type_of(q.device) != "cuda" or torch.version.hip is not None or q.dtype == torch.float64:
         return None
-    ampere = _capability(q.device) >= (8, 0)
+    ampere = capability_of(q.device) >= (8, 0)
     if q.dtype == torch.bfloat16 and not ampere:
         return None
     # 192 < D <= 224: the flash backward asks for more shared memory than sm_86, sm_89, sm_120 have
@@ -124,12 +124,7 @@ def _choose(q: torch.Tensor, v: torch.Tensor, part: Part, softcap: float) -> _Ke
 
 
 def _is_cpu(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu"
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return type_of(x.device) == "cpu"
 
 
 def _cpu_forward(
@@ -213,7 +208,7 @@ def _efficient_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads, rows = q.shape[1:3]
     out, lse, _, _, _, _ = _aten._efficient_attention_forward(
-        *_bshd(q, _per_head(k, heads), _per_head(v, heads)),
+        *_bshd(q, per_head(k, heads), per_head(v, heads)),
         _bias(part, q, heads=heads, multiple=16),
         None,
         None,
@@ -241,8 +236,11 @@ def _efficient_backward(
     kv_heads, keys = k.shape[1:3]
     padded = torch.nn.functional.pad(lse, (0, -rows % 32), value=math.inf)
     seed = torch.empty((), dtype=torch.int64, device=q.device)  # read for dropout only
+    if q.is_meta:  # torch 2.13's meta function lacks an argument of this operator
+        dq, dk, dv = (torch.empty_like(x) for x in (q, per_head(k, heads), per_head(v, heads)))
+        return dq, _per_kv_head(dk, kv_heads), _per_kv_head(dv, kv_heads)
     dq, dk, dv, _ = _aten._efficient_attention_backward(
-        *_bshd(d_out, q, _per_head(k, heads), _per_head(v, heads)),
+        *_bshd(d_out, q, per_head(k, heads), per_head(v, heads)),
         _bias(part, q, heads=heads, multiple=16),
         out.transpose(1, 2).contiguous(),  # the kernel takes no stride of its rows and assumes this
         None,
@@ -351,7 +349,7 @@ def _bshd(*tensors: torch.Tensor) -> _Tensors:
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
-def _per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Repeats each KV head for the heads that share it: `[B, H, N, D]`."""
     batch, kv_heads, keys, head_dim = x.shape
     if kv_heads == heads:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from offload.devices import type_of
 from offload.ops import _torch, reference_attention
 from offload.ops.key_blocks import SeenKeys
 from offload.ops.merging import MergingBackend
@@ -72,7 +73,7 @@ def choose_backend(function: str, name: str, q: torch.Tensor, value_dim: int) ->
         return TORCH
     if name == "reference":
         return REFERENCE
-    if name == "auto" and q.device.type != "cuda":
+    if name == "auto" and type_of(q.device) != "cuda":
         return TORCH
     refusal = _triton_refusal(q, value_dim)
     if not refusal:

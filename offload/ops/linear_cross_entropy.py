@@ -6,12 +6,15 @@ Shapes: `N` tokens, `C` tokens of a chunk, `E` model dim, `V` vocab.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from offload.devices import type_of
 
 _PIECE_BYTES = 1 << 20
 """Of a gradient that is scaled at once: more would show beside the hidden states."""
@@ -74,11 +77,12 @@ class _Gradients:
             self.bias += d_logits.sum(0)
         if self.weight is None:
             return
-        if narrow is d_logits or d_logits.device.type == "cpu":  # wide products, no [V, E] besides
+        kind = type_of(d_logits.device)
+        if narrow is d_logits or kind == "cpu":  # wide products, no [V, E] besides
             self.weight.addmm_(d_logits.t(), hidden.to(d_logits.dtype))
             return
         wide_product: dict[str, Any] = (
-            {"out_dtype": self.weight.dtype} if d_logits.is_cuda else {}
+            {"out_dtype": self.weight.dtype} if kind == "cuda" else {}
         )  # other devices round a chunk's product once, and still add in float32
         for start in range(0, self.weight.shape[0], self.block):
             columns = slice(start, start + self.block)
@@ -173,10 +177,17 @@ def _by_chunks(
 
 def _chunks_of(valid: torch.Tensor, chunk_tokens: int) -> Iterable[Rows]:
     """Returns the rows of each chunk; ignored tokens are left out where that does not block."""
-    if valid.device.type == "cpu" and not valid.all():
-        return torch.split(valid.nonzero()[:, 0], chunk_tokens)
+    if type_of(valid.device) == "cpu" and (valid.is_meta or not valid.all()):
+        # A planned step scores all but the last token of each sequence.
+        rows = torch.arange(len(valid), device="meta") if valid.is_meta else valid.nonzero()[:, 0]
+        return torch.split(rows, chunk_tokens)
     starts = range(0, valid.shape[0], chunk_tokens)
     return [slice(start, start + chunk_tokens) for start in starts]
+
+
+def functions_on_chunks() -> list[types.CodeType]:
+    """Returns the functions whose own tensors are a chunk of logits, for who counts bytes."""
+    return [function.__code__ for function in (_by_chunks, _chunk_loss, _Gradients.add)]
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

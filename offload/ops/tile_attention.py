@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from offload.devices import is_planned
 from offload.ops._torch import unit_last_stride
 from offload.ops.backends import choose_backend
 from offload.ops.intervals import check_intervals
@@ -70,7 +71,7 @@ def attend(
     if carry is not None:
         _check_like("attend", "carry[0]", carry[0], shape)
         _check_like("attend", "carry[1]", carry[1], shape[:3])
-    if q.device.type == "meta":
+    if q.device.type == "meta" and not is_planned():
         return q.new_empty(shape, dtype=out_dtype), q.new_empty(shape[:3], dtype=wide)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     q = unit_last_stride(q)
@@ -125,7 +126,7 @@ def attend_backward(
     _check_like("attend_backward", "d_out", d_out, shape)
     _check_like("attend_backward", "out", out, shape)
     _check_like("attend_backward", "lse", lse, shape[:3])
-    if q.device.type == "meta":
+    if q.device.type == "meta" and not is_planned():
         for block in blocks:
             block.accumulators()
         return torch.empty_like(q)

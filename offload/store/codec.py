@@ -53,9 +53,9 @@ def encoded_bytes(codec: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
 def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> torch.Tensor:
     """Encodes a tensor into a new buffer on its device.
 
-    On a card this is one kernel on the current stream. On the CPU it runs on the calling thread,
-    for large tensors on up to `torch.get_num_threads()`, and returns when it is done. An expanded
-    dimension is written out: encode what lies below it instead.
+    On a card this is one kernel on the current stream; on meta nothing is computed. On the CPU it
+    runs on the calling thread, for large tensors on up to `torch.get_num_threads()`, and returns
+    when it is done. An expanded dimension is written out: encode what lies below it instead.
 
     Args:
         tensor: `[..., L]`, any strides, at most 8 dimensions. Every 128 values along `L` share a
@@ -76,6 +76,8 @@ def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> torch.T
         raise ValueError("encode: expected no seed for codec bits, got one. It is lossless.")
     nbytes = encoded_bytes(codec, tensor.dtype, tensor.shape)
     encoded = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
+    if encoded.is_meta:
+        return encoded
     with native_errors():
         _native.encode(
             _index_of(tensor.device),
@@ -128,6 +130,8 @@ def decode(
         result = torch.empty_strided(
             tuple(shape), tuple(stride), dtype=dtype, device=encoded.device
         )
+    if result.is_meta:
+        return result
     with native_errors():
         _native.decode(
             _index_of(encoded.device),

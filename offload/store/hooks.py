@@ -43,6 +43,7 @@ class OffloadHooks(torch.autograd.graph.saved_tensors_hooks):
                 return store.offload(
                     tensor, record, leaves=leaves, codec=codec_of(tensor), role="input"
                 )
-            return store.keep(tensor, record, in_order=tier == "ordered")
+            is_input = tier == "ordered"
+            return store.keep(tensor, record, in_order=is_input, role="input" if is_input else "")
 
         super().__init__(pack, Ticket.reload)

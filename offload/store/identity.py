@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.devices import type_of
+
 
 class TensorKey(NamedTuple):
     """The identity of a saved tensor: two tensors with equal keys hold the same values.
@@ -66,7 +68,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and type_of(tensor.device) in ("cpu", "cuda")
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload import _native
 from offload.errors import OffloadError, TicketPoisoned
 from offload.store import debug, engine
+from offload.store.copying import Engine
 from offload.store.encoding import encoding_of
 from offload.store.identity import TensorKey, nbytes_of, storage_reference, tensor_key
 from offload.store.layout import compact
@@ -51,9 +52,13 @@ class Store:
     foreign tensor that was changed in place poisons its ticket (5), a prefetched buffer is used
     only on the stream it was allocated for (7). Thread-safe. Finalizers of tickets never enter it
     (9).
+
+    Args:
+        engine: moves the bytes; the process's own unless a step is only planned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine = engine) -> None:
+        self._engine = engine
         self._lock = threading.Lock()
         self._sources: dict[torch.device, deque[_Source]] = {}
         self._buffers: list[Prefetched] = []
@@ -77,7 +82,7 @@ class Store:
         """
         if on:
             debug.require_xxhash()
-        engine.set_poisoning(on)
+        self._engine.set_poisoning(on)
         self._debug = on
 
     # -- storing ---------------------------------------------------------------------------------
@@ -89,8 +94,12 @@ class Store:
         *,
         in_order: bool = False,
         ahead_bytes: int | None = None,
+        role: str = "",
     ) -> Ticket:
-        """Stores a tensor by reference; with `in_order`, its reload starts those before it."""
+        """Stores a tensor by reference; with `in_order`, its reload starts those before it.
+
+        `role` is for stores that count: nothing is encoded.
+        """
         ticket = Ticket(self, tensor, record, ahead_bytes)
         if record is not None:
             record.kept_tensors += 1
@@ -147,8 +156,8 @@ class Store:
         encoding = encoding_of(tensor, codec)
         source, layout = compact(tensor if encoding is None else encoding.encode(tensor))
         version = version_of(source) if source is tensor else None
-        native = engine.offload(source, layout.nbytes, leaves=leaves)
-        if record is not None and encoding is not None and encoding.loses:
+        native = self._engine.offload(source, layout.nbytes, leaves=leaves)
+        if record is not None and encoding is not None and encoding.loses and not tensor.is_meta:
             record.note_error(role, tensor, lambda: encoding.decode(source))
         ticket = Ticket(self, tensor, record, ahead_bytes, native, layout, encoding)
         if self._debug:
@@ -182,7 +191,7 @@ class Store:
         with self._lock:
             self._link(ticket)
         if ticket.native is not None:
-            engine.put_last(ticket.native)
+            self._engine.put_last(ticket.native)
 
     def _link(self, ticket: Ticket) -> None:
         ticket.previous = self._last.get(ticket.device)
@@ -221,7 +230,7 @@ class Store:
         return stored if ticket.encoding is None else ticket.encoding.decode(stored)
 
     def _reloaded_buffer(self, ticket: Ticket) -> torch.Tensor:
-        stream = engine.compute_stream(ticket.device)
+        stream = self._engine.compute_stream(ticket.device)
         with self._lock:
             if ticket.prefetched is not None and ticket.prefetched.stream != stream:
                 ticket.prefetched = (
@@ -235,7 +244,7 @@ class Store:
             self._prefetched.discard(ticket)
         self._prefetch_before(ticket)
         try:
-            with engine.native_errors():
+            with self._engine.native_errors():
                 reload.copy.wait(stream)
             ticket.check_bytes(reload.buffer)
         except TicketPoisoned as error:
@@ -265,12 +274,12 @@ class Store:
         """
         assert ticket.native is not None
         assert ticket.layout is not None
-        stream = engine.compute_stream(ticket.device)
+        stream = self._engine.compute_stream(ticket.device)
         buffer = ticket.layout.new_buffer(ticket.device)
         if self._debug:
             debug.poison(buffer)
         try:
-            start = engine.try_reload if hint else engine.reload
+            start = self._engine.try_reload if hint else self._engine.reload
             copy = start(ticket.native, buffer, stream)
         except TicketPoisoned as error:
             ticket.poison = str(error)
@@ -304,7 +313,7 @@ class Store:
 
     def retire(self) -> None:
         """Lets go of what finished copies held, and counts their times. Never blocks."""
-        with self._lock, engine.native_errors():
+        with self._lock, self._engine.native_errors():
             for sources in self._sources.values():
                 while sources and sources[0].copy.done():
                     self._poison_if_changed(sources.popleft())
@@ -318,7 +327,7 @@ class Store:
                     record.stall_ms += copy.stall_ms
                 else:
                     record.d2h_ms += copy.copy_ms
-        engine.retire()
+        self._engine.retire()
 
     @staticmethod
     def _poison_if_changed(source: _Source) -> None:
@@ -332,13 +341,13 @@ class Store:
 
     def synchronize(self) -> None:
         """Blocks until no copy is in flight, then retires. For measurements and tests."""
-        engine.drain()
+        self._engine.drain()
         self.retire()
 
     def trim(self) -> None:
         """Gives arena memory that no ticket uses back to the system."""
         self.synchronize()
-        engine.trim()
+        self._engine.trim()
 
     def held_bytes(self) -> int:
         """Returns the device bytes that copies in flight keep alive now."""

@@ -113,10 +113,11 @@ def interval_mask(
     offset = int(q_offset) - kv_offset
     causal = function_of("transformers.masking_utils", "causal_mask_function")
     padded = attention_mask is not None and not bool(attention_mask.all())
-    if not padded and mask_function in (None, causal):
+    window_size = _window_of(mask_function)
+    if not padded and (mask_function in (None, causal) or window_size is not None):
         if offset + q_length > kv_length or offset < 0:
             return None
-        host = causal_intervals(offset, q_length)
+        host = causal_intervals(offset, q_length, window_size=window_size)
         return with_host_copy(host.to(device), host)
     if options.get("use_vmap") or mask_function is None:
         return None  # a user's own function, which may not work on many indices at once
@@ -125,6 +126,34 @@ def interval_mask(
     if bounds is None:
         return None
     return with_host_copy(bounds, bounds.cpu())
+
+
+def _window_of(mask_function: MaskFunction | None) -> int | None:
+    """Recognises the library's own causal sliding window, which need not be evaluated.
+
+    Args:
+        mask_function: what the library passes.
+
+    Returns:
+        How many keys a token sees at most, itself included; None for any other function.
+    """
+    parts = _captured(mask_function, "and_masks.<locals>.and_mask", "mask_functions")
+    causal = function_of("transformers.masking_utils", "causal_mask_function")
+    if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not causal:
+        return None
+    window = _captured(parts[0], "sliding_window_overlay.<locals>.inner_mask", "sliding_window")
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _captured(function: Any, name: str, variable: str) -> Any:
+    """Returns a variable that a function of the library's masks holds; None for another one."""
+    code = getattr(function, "__code__", None)
+    ours = getattr(function, "__module__", "") == "transformers.masking_utils"
+    if code is None or not ours or function.__qualname__ != name:
+        return None
+    if variable not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(variable)].cell_contents
 
 
 def _and_padding(

@@ -10,13 +10,13 @@ bare: `torch.library.custom_op` adds checks that take several times as long as a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 
+from offload.devices import capability_of
 from offload.ops.flops import product_flops, register_flops
 from offload.ops.fused.backward import delta_kernel, key_backward_kernel, query_backward_kernel
 from offload.ops.fused.common import Mask, Operand
@@ -354,9 +354,3 @@ def kernel_tiles(q: torch.Tensor, v: torch.Tensor) -> KernelTiles:
     if INTERPRETED:
         return KernelTiles(*[_INTERPRETER_TILE] * 3)
     return tiles_for(capability_of(q.device), max(q.shape[-1], v.shape[-1]), q.dtype)
-
-
-@functools.cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a card."""
-    return torch.cuda.get_device_capability(device)
