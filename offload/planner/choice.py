@@ -9,7 +9,7 @@ from typing import Any
 from offload.planner.cards import FRAGMENTATION, RESERVE_BYTES, Card
 from offload.planner.composition import Step
 from offload.planner.cost import Timing, time_of
-from offload.planner.prediction import Forecast
+from offload.planner.prediction import LONG_RUN_TILES, Forecast
 from offload.policy import MIN_HOST_BYTES, Policy
 
 LEANEST_TILE = 512
@@ -80,7 +80,7 @@ def candidates(base: Policy, *, train: bool) -> list[list[Policy]]:
 
     Returns:
         First everything kept; then recomputed, all on the device; then activations on the host,
-        with ever shorter tiles.
+        with ever shorter tiles, whose kernels start more often.
     """
 
     def tiles(tier: str, *lengths: int) -> list[Policy]:
@@ -88,15 +88,24 @@ def candidates(base: Policy, *, train: bool) -> list[list[Policy]]:
 
     kept = replace(base, mode="keep")
     if not train:
-        return [[kept], tiles("device", 8192, 4096, 2048), tiles("device", 1024, LEANEST_TILE)]
+        return [[kept], *([p] for p in tiles("device", 8192, 4096, 2048, 1024, LEANEST_TILE))]
     whole = replace(base, mode="checkpoint", tier="device")
+    on_device = tiles("device", 4096, 2048)
+    on_host = tiles("host", 8192, 4096, 2048, 1024, LEANEST_TILE)
     return [
         [kept],
-        [whole, *tiles("device", 4096, 2048)],
-        [replace(whole, tier="host"), *tiles("host", 8192, 4096, 2048)],
-        tiles("host", 1024),
-        tiles("host", LEANEST_TILE),
+        [whole, on_device[0]],
+        on_device[1:],
+        [replace(whole, tier="host"), on_host[0]],
+        *([policy] for policy in on_host[1:]),
+        [with_small_chunks(on_host[-1])],
     ]
+
+
+def with_small_chunks(policy: Policy) -> Policy:
+    """Returns the policy with an eighth of the logits at once, where it says how many."""
+    chunk = policy.loss_chunk_tokens
+    return policy if chunk is None else replace(policy, loss_chunk_tokens=max(1, chunk // 8))
 
 
 def choose(
@@ -121,7 +130,7 @@ def choose(
     fits = fits or (lambda option: budget.device_fits(option.step))
     for group in groups:
         fitting = []
-        for policy in _distinct(group, forecast.situation.tokens):
+        for policy in _worth_trying(group, forecast, budget):
             option = consider(forecast, budget, card, policy)
             if fits(option) and budget.host_fits(option.step):
                 fitting += [option, *_with_more_kept(forecast, budget, card, option, fits)]
@@ -147,11 +156,16 @@ def consider(forecast: Forecast, budget: Budget, card: Card, policy: Policy) -> 
     return Option(policy, step, time_of(step, card, spilled), spilled)
 
 
-def _distinct(group: list[Policy], tokens: int) -> Iterator[Policy]:
-    """Leaves out tiles that are longer than the sequence, but for the shortest of these."""
-    whole = [policy for policy in group if policy.tile_tokens >= tokens and policy.mode == "auto"]
+def _worth_trying(group: list[Policy], forecast: Forecast, budget: Budget) -> Iterator[Policy]:
+    """Leaves out what cannot fit, and tiles so long that half as long ones are no shorter."""
+    tokens, inputs = forecast.situation.tokens, forecast.layer_input_bytes()
+    held = forecast.held.weights + inputs * len(forecast.outline.named)
     for policy in group:
-        if policy not in whole or policy is whole[-1]:
+        keeps_inputs = policy.tier == "device" and policy.mode != "keep"
+        if keeps_inputs and budget.device is not None and held > budget.device:
+            continue
+        by_tiles = policy.mode == "auto"
+        if not by_tiles or policy.tile_tokens < 2 * tokens or policy.tile_tokens <= LEANEST_TILE:
             yield policy
 
 
@@ -191,17 +205,19 @@ def longest_tokens(forecast: Forecast, policy: Policy, fits: Callable[[Step], bo
         fits: whether one fits.
 
     Returns:
-        Tokens, a multiple of 256; 0 where not even that many fit.
+        Tokens, a multiple of 256, up to a 64th less than it is; 0 where not even 256 fit.
     """
-    low, high = 0, _STEP_TOKENS
-    while high <= _LONGEST and fits(forecast.step(policy, high)):
+
+    def reaches(tokens: int) -> bool:
+        return fits(forecast.step(policy, tokens))
+
+    # From here on a length is told from two that are run once, so asking costs nothing.
+    low, high = 0, LONG_RUN_TILES * policy.tile_tokens + _STEP_TOKENS
+    while high <= _LONGEST and reaches(high):
         low, high = high, 2 * high
-    while high - low > _STEP_TOKENS:
+    while high - low > max(_STEP_TOKENS, low // 64):
         middle = (low + high) // 2 // _STEP_TOKENS * _STEP_TOKENS
-        if fits(forecast.step(policy, middle)):
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if reaches(middle) else (low, middle)
     return low
 
 

@@ -17,7 +17,7 @@ from offload.executor import TiledCall, accumulate
 from offload.lazy_logits import LazyLogits
 from offload.ops.key_blocks import KeyBlock
 from offload.ops.linear_cross_entropy import functions_on_chunks
-from offload.planner.attention_work import OPERATORS
+from offload.planner.attention_work import OPERATORS, AttentionOperator
 from offload.planner.shape_cache import ShapeCache
 from offload.store.layout import Layout
 
@@ -131,6 +131,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[weakref.ref[torch.UntypedStorage], tuple[int, int]] = {}
         self._formulas = flop_formulas()
         self._shapes = ShapeCache()
+        self._operators: dict[Any, tuple[AttentionOperator | None, Any, bool]] = {}
 
     def begin(self, name: str) -> None:
         """Ends the present segment and begins another.
@@ -173,7 +174,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # else torch puts two frames and its compiler around every operator
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs an operator and enters what it made."""
         if func is _ITEM and args[0].is_meta and args[0].dtype == torch.bool:
@@ -181,26 +182,46 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = self._shapes.run(func, args, kwargs)
         made = 0
-        for leaf in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                made += self._see(leaf, _purpose_of_caller())
+        if isinstance(out, torch.Tensor):
+            made = self._see_new(out, sys._getframe(1))
+        elif isinstance(out, (tuple, list)):
+            frame = sys._getframe(1)
+            made = sum(self._see_new(leaf, frame) for leaf in out if isinstance(leaf, torch.Tensor))
         if self.segments:
             self._count_work(func, args, kwargs, out, made)
         return out
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any, made: int) -> None:
         work = self.segments[-1].work
-        attention = OPERATORS.get(func._schema.name)
+        attention, formula, writes = self._described(func)
         if attention is not None:
             work.attention_flops[attention.is_backward] += attention.flops(args)
-        elif (formula := self._formulas.get(func._overloadpacket)) is not None:
+        elif formula is not None:
             work.linear_flops += formula(*args, **kwargs, out_val=out)
-        elif made or func._schema.is_mutable:
-            tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_meta]
-            work.touched_bytes += made + sum(tensor.nbytes for tensor in tensors)
+        elif made or writes:
+            read = 0
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.is_meta:
+                    read += arg.nbytes
+            work.touched_bytes += made + read
         else:
             return
         work.operators += 1
+
+    def _described(self, func: Any) -> tuple[AttentionOperator | None, Any, bool]:
+        """Returns how an operator's work is counted, and whether it writes to an argument."""
+        known = self._operators.get(func)
+        if known is None:
+            formula = self._formulas.get(func._overloadpacket)
+            known = OPERATORS.get(func._schema.name), formula, func._schema.is_mutable
+            self._operators[func] = known
+        return known
+
+    def _see_new(self, tensor: torch.Tensor, frame: types.FrameType | None) -> int:
+        """Enters what an operator returned to `frame`; returns its bytes where it is new."""
+        if not tensor.is_meta or self._storages.get(weakref.ref(tensor.untyped_storage())):
+            return 0
+        return self._see(tensor, _purpose_of(frame))
 
     def _see(self, tensor: torch.Tensor, purpose: int, *, known: bool = False) -> int:
         """Enters a tensor's storage; returns its bytes where it is new."""
@@ -232,9 +253,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.segments[-1].peak = list(self._live)
 
 
-def _purpose_of_caller() -> int:
-    """Returns what the function that called an operator makes tensors for."""
-    frame: types.FrameType | None = sys._getframe(2)
+def _purpose_of(frame: types.FrameType | None) -> int:
+    """Returns what the function that runs in a frame makes tensors for."""
     while frame is not None and frame.f_code.co_name in _BETWEEN:
         frame = frame.f_back
     return _MADE_BY.get(frame.f_code, _INDEX[Purpose.WORKING]) if frame is not None else _UNREAL

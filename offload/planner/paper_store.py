@@ -22,16 +22,16 @@ PURPOSE_OF_ROLE = {"kv": Purpose.KEYS, "input": Purpose.HIDDEN}
 
 @dataclass(eq=False)
 class PaperCopy:
-    """A copy that is under way until the next one begins, which frees its source or buffer."""
+    """A copy that is under way until the store is next called, which frees its source or buffer."""
 
     engine: PaperEngine
-    number: int
+    begun_at: int
     copy_ms: float = 0.0
     stall_ms: float = 0.0
 
     def done(self) -> bool:
-        """Whether a later copy has begun."""
-        return self.engine.copies > self.number
+        """Whether the store was called since."""
+        return self.engine.calls > self.begun_at
 
     settled = done
 
@@ -55,17 +55,17 @@ class PaperEngine:
     """Counts what is copied out, what is copied back, and what the host holds.
 
     Used in place of `offload.store.engine` on meta tensors, whose copies have nothing to move. A
-    copy counts as finished when the next one begins: as in a step whose copies keep up.
+    copy counts as finished when the store is next called: as in a step whose copies keep up.
 
     Attributes:
-        copies: how many have begun.
+        calls: how often the store has looked for finished copies.
         host_bytes: what the host holds now, rounded as the arena rounds.
         host_peak: the most it held.
         out_bytes, back_bytes: copied since the beginning.
     """
 
     def __init__(self) -> None:
-        self.copies = 0
+        self.calls = 0
         self.host_bytes = 0
         self.host_peak = 0
         self.out_bytes = 0
@@ -102,7 +102,8 @@ class PaperEngine:
         """Does nothing: the order on the disk costs no bytes."""
 
     def retire(self) -> None:
-        """Does nothing: tickets tell of their end themselves."""
+        """Notes that the store was called; tickets tell of their end themselves."""
+        self.calls += 1
 
     def drain(self) -> None:
         """Does nothing: nothing is under way."""
@@ -114,8 +115,7 @@ class PaperEngine:
         """Does nothing: there is no memory to poison."""
 
     def _begin(self) -> PaperCopy:
-        self.copies += 1
-        return PaperCopy(self, self.copies)
+        return PaperCopy(self, self.calls)
 
     def _release(self, size: int) -> None:
         self.host_bytes -= size

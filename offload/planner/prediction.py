@@ -29,6 +29,9 @@ With that many the peak of every segment is where it is in longer runs: with few
 a tile frees weighs more than the gradient of the whole input that the next one has besides.
 """
 
+LONG_RUN_TILES = SHORT_TILES + LONG_TILES
+"""A run of more tiles is told from those two, which are cheaper together."""
+
 
 class Forecast:
     """Predicts steps of one model; what was run once is remembered.
@@ -62,12 +65,12 @@ class Forecast:
             tokens: of a sequence; None takes the situation's.
 
         Returns:
-            The step. Beyond `LONG_TILES` tiles it is extrapolated from two shorter ones: every
+            The step. Beyond `LONG_RUN_TILES` tiles it is extrapolated from two shorter ones: every
             peak of a segment grows by the same bytes with each tile.
         """
         tokens = self.situation.tokens if tokens is None else tokens
         by_tiles = policy.mode in ("auto", "tiled")
-        if by_tiles and tokens > (SHORT_TILES + LONG_TILES) * policy.tile_tokens:
+        if by_tiles and tokens > LONG_RUN_TILES * policy.tile_tokens:
             lengths = (SHORT_TILES * policy.tile_tokens, LONG_TILES * policy.tile_tokens)
             short, long = (self._recorded(policy, length) for length in lengths)
             recording = extrapolated(short, long, _Lengths(*lengths, tokens))
@@ -75,6 +78,14 @@ class Forecast:
             recording = self._recorded(policy, tokens)
         layers = stand_ins(self._kinds, len(recording.forward), policy.keep_last)
         return compose(recording, layers, self.held)
+
+    def layer_input_bytes(self, tokens: int | None = None) -> int:
+        """Returns the bytes of a layer's input; 0 where the model does not tell its dim."""
+        sizes = self.outline.sizes()
+        if sizes is None:
+            return 0
+        tokens = self.situation.tokens if tokens is None else tokens
+        return self.situation.batch * tokens * sizes[0] * sizes[1]
 
     def notes(self, policy: Policy) -> tuple[str, ...]:
         """Returns what a short step warns of."""
@@ -88,15 +99,13 @@ class Forecast:
 
     def _layers_ahead(self, policy: Policy, tokens: int) -> int:
         """Returns how many layers' inputs backward may bring back before it reaches them."""
-        sizes = self.outline.sizes()
         if policy.tier == "device" or policy.mode == "keep":
             return 1
-        if sizes is None:
+        input_bytes = self.layer_input_bytes(tokens)
+        if not input_bytes:
             return len(self._kinds)
-        hidden, element_bytes = sizes
-        input_bytes = self.situation.batch * tokens * hidden * element_bytes
         if policy.mode == "checkpoint":
-            return 1 + PREFETCH_BYTES // max(1, input_bytes)
+            return 1 + PREFETCH_BYTES // input_bytes
         # A tile's attention output and its keys and values are about another input.
         return 1 + INPUTS_AHEAD * policy.tile_tokens // (2 * tokens)
 
