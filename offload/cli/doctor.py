@@ -14,6 +14,7 @@ import torch
 
 from offload import _native
 from offload.cli.show import show_table
+from offload.errors import OffloadError
 from offload.policy import format_bytes
 from offload.store.budget import default_budget, free_disk_bytes, physical_bytes
 from offload.store.limits import is_wsl, pinning_limits
@@ -165,8 +166,8 @@ def _memory(directory: str) -> Iterator[Finding]:
     try:
         free = format_bytes(free_disk_bytes(directory))
         yield Finding("disk tier", f"{free} usable in {directory}")
-    except OSError as error:
-        yield Finding("disk tier", f"{directory}: {error}", "name another directory with --disk")
+    except OffloadError as error:
+        yield Finding("disk tier", "none", str(error))
 
 
 def _system() -> str:
