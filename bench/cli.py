@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from bench import attention, codec, forward, kernels, plan, plot, step, store
+from bench import attention, codec, forward, kernels, plan, plot, published, step, store
 
 COMMANDS = {
     "step": step,
@@ -15,6 +15,7 @@ COMMANDS = {
     "codec": codec,
     "kernels": kernels,
     "plan": plan,
+    "published": published,
     "plot": plot,
 }
 

@@ -105,7 +105,8 @@ class Forecast:
         if not input_bytes:
             return len(self._kinds)
         if policy.mode == "checkpoint":
-            return 1 + PREFETCH_BYTES // input_bytes
+            # The first layer's input is the embedding's output, which its caller holds as well.
+            return 2 + PREFETCH_BYTES // input_bytes
         # A tile's attention output and its keys and values are about another input.
         return 1 + INPUTS_AHEAD * policy.tile_tokens // (2 * tokens)
 

@@ -27,7 +27,8 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear layer that holds its weight in other bytes than it multiplies with.
 
     Args:
-        in_features, out_features: of the layer.
+        in_features: of the layer.
+        out_features: of the layer.
         stored_bytes: of the weight with its scales.
         dtype: of the products.
         bias: the layer's, or None.

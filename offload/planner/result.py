@@ -158,7 +158,7 @@ class Plan:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(title=self.title, title_justify="left")
+        table = Table()
         table.add_column("device memory at its peak")
         table.add_column("", justify="right")
         for name, size in purpose_rows(self.step, self.budget):
@@ -168,7 +168,7 @@ class Plan:
             cards.add_column(column, justify="left" if column in ("device", "modules") else "right")
         for share in self.shares:
             cards.add_row(*share_cells(share))
-        return Group(table, *([cards] if self.shares else []), *self.lines())
+        return Group(self.title, table, *([cards] if self.shares else []), *self.lines())
 
 
 def purpose_rows(step: Step, budget: Budget) -> list[tuple[str, ...]]:

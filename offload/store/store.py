@@ -100,6 +100,8 @@ class Store:
 
         `role` is for stores that count: nothing is encoded.
         """
+        if in_order:
+            self.retire()  # the last chance to let sources go before a loss is computed
         ticket = Ticket(self, tensor, record, ahead_bytes)
         if record is not None:
             record.kept_tensors += 1

@@ -54,7 +54,8 @@ def test_several_cards_are_given_by_name(folder, capsys):
 
 
 def test_what_does_not_fit_is_said_with_status_one(folder, capsys):
-    assert main([*PLAN, folder, "--memory", "1080MB"]) == 1
+    memory = str((1 << 30) + (5 << 20))  # besides the reserve
+    assert main([*PLAN, folder, "--memory", memory]) == 1
     assert "Longest sequence that fits" in capsys.readouterr().err
 
 

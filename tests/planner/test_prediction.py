@@ -55,6 +55,15 @@ def test_a_few_layers_tell_of_all(policy, kind):
         assert a.work.attention_flops == b.work.attention_flops, a.name
 
 
+def test_inputs_on_the_host_do_not_pile_up_on_the_device():
+    # Longer than what is brought back ahead, so that a few layers stand for all.
+    made = forecast(llama(hidden_size=1024, num_hidden_layers=12), 16_384, CARD)
+    policy = Policy(mode="checkpoint", tier="host", loss_chunk_tokens=256)
+    told = made.step(policy)
+    direct = whole_step(made, policy)
+    assert [sum(s.peak) for s in told.segments] == [sum(s.peak) for s in direct.segments]
+
+
 def test_layers_of_several_kinds_each_have_one_that_stands_for_them():
     made = forecast(gemma2(num_hidden_layers=8), kind=CARD)
     told, whole = made.step(tiled()), whole_step(made, tiled())
