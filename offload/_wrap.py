@@ -62,7 +62,8 @@ def wrap(
         layers: which modules are layers: a class, a name pattern, a list, or a predicate
             `(name, module) -> bool`; None finds them. See `offload.discovery.find_layers`.
         policy: how to run them; None takes the defaults, or plans.
-        memory: what the card has, in bytes or as `"8GB"`, to plan for; needs `tokens`.
+        memory: what the card that the model is on has, in bytes or as `"8GB"`, to plan for; for a
+            model on the CPU what the process may take. Needs `tokens`.
         tokens: the longest sequence that will be run.
         host: cap of the host memory for activations, `Policy.host_bytes`; None for 70 % of what is
             left.
@@ -127,6 +128,10 @@ def _policy_of(
         raise NotImplementedError(
             "wrap: expected the memory of one card, got that of several. offload.plan places a "
             "model on several cards; running it so is not done yet."
+        )
+    if limits.disk is not None and not Path(limits.disk).is_dir():
+        raise ValueError(
+            f"wrap: expected a directory for disk, got {limits.disk!r}. Make it first."
         )
     if (limits.memory is None) != (limits.tokens is None):
         raise ValueError(

@@ -195,6 +195,8 @@ class PreparedCall:
         try:
             return call.run(tape)
         except TileRefused as refused:
+            if is_planned():
+                raise
             raise LayerRefused(
                 f"offload: expected layer '{self._tiling.name}' to run tile by tile as it did when "
                 f"it was tried, but {refused}. Use Policy(mode='checkpoint')."

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+PREFIX = "base_model.model."
+"""Before the names of a model's modules once it has adapters."""
+
 
 def adapter_state(layer: nn.Module) -> Hashable:
     """Returns what changes when adapters inside a layer are activated, switched off or merged."""

@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: arguments without the program's name; `sys.argv` when None.
 
     Returns:
-        The exit status: 0; 1 where nothing fits or something is missing; 2 for wrong arguments.
+        The exit status: 0; 1 where nothing fits, or the doctor finds something broken; 2 for wrong
+        arguments, and where a package is missing that they need.
     """
     args = build_parser().parse_args(argv)
     try:

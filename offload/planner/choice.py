@@ -29,6 +29,7 @@ class Budget:
         disk: bytes on the drive; 0 for none.
         reserve: bytes of the device that are not torch's tensors.
         fragmentation: share of what is allocated that is lost between blocks.
+        shared: whether the host's memory is the device's, as it is for a model on the CPU.
     """
 
     device: int | None = None
@@ -36,10 +37,12 @@ class Budget:
     disk: int | None = 0
     reserve: int = RESERVE_BYTES
     fragmentation: float = FRAGMENTATION
+    shared: bool = False
 
     def device_need(self, step: Step) -> int:
-        """Returns what a card must have for a step."""
-        return int(step.peak_bytes * (1 + self.fragmentation)) + self.reserve
+        """Returns what a device must have for a step."""
+        beside = step.host_bytes - self.spilled(step) if self.shared else 0
+        return int(step.peak_bytes * (1 + self.fragmentation)) + self.reserve + beside
 
     def spilled(self, step: Step) -> int:
         """Returns what of a step goes to the disk."""

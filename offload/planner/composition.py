@@ -124,12 +124,13 @@ def compose(recording: Recording, layers: list[int], held: Held) -> Step:
         composer.add(forward[layer], before.end, before.host_bytes, f"forward {index}")
     composer.add(recording.head, forward[-1].end, forward[-1].host_bytes)
     for index in range(len(layers) - 1, -1, -1):
-        if not backward:
-            break
         layer = layers[index]
-        before = backward[layer + 1] if layer + 1 < len(backward) else recording.head
-        composer.add(backward[layer], before.end, before.host_bytes, f"backward {index}")
-    if backward and held.trained:
+        segment = backward[layer]
+        if segment is not None:
+            following = (s for s in backward[layer + 1 :] if s is not None)
+            before = next(following, recording.head)
+            composer.add(segment, before.end, before.host_bytes, f"backward {index}")
+    if held.trained:
         composer.add_update()
     return Step(composer.segments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ from offload.planner.ledger import Ledger, Purpose, Segment
 from offload.planner.paper_store import PaperStore
 from offload.planner.whole_attention import fused_on_meta
 from offload.policy import Policy
+
+_one_at_a_time = threading.RLock()
+"""A dry run replaces a function of torch and collects warnings, both for the whole process."""
 
 Call = Callable[[nn.Module, torch.Tensor], Any]
 """Runs a model on token ids `[B, S]` and returns its loss, or without gradients anything."""
@@ -52,15 +56,15 @@ class Recording:
         before: embedding and masks.
         forward: of each layer.
         head: final norm and head, with the loss and its backward.
-        backward: of each layer, first to last; that of the first includes the embedding's. Empty
-            without gradients.
+        backward: of each layer, first to last; None for those that no gradient reaches. What the
+            embedding does belongs to the last one that is run.
         notes: what `offload` warned of, such as layers that do not run by tiles.
     """
 
     before: Segment
     forward: list[Segment]
     head: Segment
-    backward: list[Segment]
+    backward: list[Segment | None]
     notes: tuple[str, ...] = ()
 
 
@@ -83,6 +87,7 @@ def dry_run(
     store = PaperStore(ledger)
     ledger.at_end = store.enter
     with (
+        _one_at_a_time,
         meta_stands_for(situation.kind),
         fused_on_meta(),
         warnings.catch_warnings(record=True) as warned,
@@ -205,12 +210,11 @@ def called_after_layers(model: nn.Module, named: NamedLayers, call: Call) -> set
 
 def _recording(segments: list[Segment], layers: int) -> Recording:
     by_name = {segment.name: segment for segment in segments}
-    backward = [by_name.get(f"backward {index}") for index in range(layers)]
     return Recording(
         by_name["before"],
         [by_name[f"forward {index}"] for index in range(layers)],
         by_name["head"],
-        [segment for segment in backward if segment is not None],
+        [by_name.get(f"backward {index}") for index in range(layers)],
     )
 
 

@@ -148,7 +148,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.segments:
             return
         working, saved = _INDEX[Purpose.WORKING], _INDEX[Purpose.SAVED]
-        for reference, (size, purpose) in self._storages.items():
+        for reference, (size, purpose) in list(self._storages.items()):
             if purpose == working:
                 self._storages[reference] = size, saved
         self._live[saved] += self._live[working]

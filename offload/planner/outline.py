@@ -129,6 +129,7 @@ def outline_of(
     dtype: torch.dtype | None = None,
     lora: int = 0,
     four_bit: bool = False,
+    train: bool = True,
 ) -> Outline:
     """Makes the outline of a model, without memory for weights.
 
@@ -140,6 +141,8 @@ def outline_of(
             bfloat16.
         lora: rank of LoRA adapters to put on all linear layers; 0 for none.
         four_bit: whether the linear layers' frozen weights are held in NF4.
+        train: whether it will train: a model in evaluation mode, as it is loaded, is planned in
+            training mode then.
 
     Returns:
         The outline.
@@ -153,13 +156,18 @@ def outline_of(
         if dtype is not None:
             raise ValueError("plan: expected no dtype with a model, got one. Cast the model.")
         made = to_meta(model)
+        names = [found for found, _ in find_layers(model, layers)]
     else:
         config = _config_of(model)
         name = name if isinstance(model, str) else type(config).__name__.removesuffix("Config")
         made = hf.build_on_meta(config, dtype)
+        names = [found for found, _ in find_layers(made, layers)]
     if lora:
         made = peft.add_lora(made, lora)
-    named = find_layers(made, layers)
+        names = [f"{peft.PREFIX}{found}" for found in names]
+    if train and not made.training:
+        made.train()
+    named = [(found, made.get_submodule(found)) for found in names]
     if four_bit:
         quantise(made, [layer for _, layer in named])
     return Outline(made, named, str(name))

@@ -228,12 +228,19 @@ def _outside_units(outline: Outline, after: set[str]) -> tuple[list[Unit], list[
     last: list[Unit] = []
     for name, _ in outside_modules(outline.model, outline.named):
         (last if name in after else first).append(outline.unit(name))
+    layers = [name for name, _ in outline.named]
+    for path, module in outline.model.named_modules():
+        if any(layer.startswith(f"{path}." if path else "") for layer in layers):
+            own = [*module.named_parameters(path, False), *module.named_buffers(path, False)]
+            first += [Unit(name, t.nbytes, t.nbytes * t.requires_grad) for name, t in own]
     return first, last
 
 
 def _are_tied(outline: Outline, first: list[Unit], last: list[Unit]) -> set[str]:
     """Returns the names of modules after the layers that share a weight with one before them."""
-    shared = {id(p) for u in first for p in outline.model.get_submodule(u.name).parameters()}
+    modules = dict(outline.model.named_modules())
+    before = [modules[unit.name] for unit in first if unit.name in modules]
+    shared = {id(p) for module in before for p in module.parameters()}
     return {
         unit.name
         for unit in last

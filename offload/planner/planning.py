@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from offload.adapters import transformers as hf
 from offload.discovery import Selection
 from offload.planner.calibration import calibrated
 from offload.planner.cards import HOST, TYPICAL, Card, card_of_device, find_card
-from offload.planner.choice import Budget, longest_tokens, policy_for
+from offload.planner.choice import Budget, Option, longest_tokens, policy_for
 from offload.planner.cost import saved_values
 from offload.planner.dry_run import Call, Situation
 from offload.planner.optimizers import check_optimizer
@@ -23,6 +24,7 @@ from offload.planner.refusal import refusal
 from offload.planner.request import Request
 from offload.planner.result import Plan
 from offload.policy import Codecs, parse_bytes
+from offload.store.budget import free_disk_bytes
 
 HOST_RESERVE_BYTES = 1 << 29
 """Of a process on the CPU: Python, torch and its libraries."""
@@ -56,6 +58,10 @@ def plan(
     Runs the real executor on meta tensors, some layers of the model and its head, counts every byte
     that lives, and puts the whole step together from that. No weights are allocated and no card is
     touched, except that the device that a model with weights is on is timed for a second.
+
+    Layers are taken to pass the proof that `wrap` makes before it runs them by tiles; one that
+    mixes tokens outside of attention is recomputed whole, and takes more than is said here. Not
+    counted are autocast, gradients that are kept from one step to the next, and what hooks do.
 
     Args:
         model: a module with weights anywhere or on meta, a configuration of transformers, a folder
@@ -92,7 +98,7 @@ def plan(
     check_optimizer("plan", optimizer)
     several = isinstance(memory, Mapping)
     devices = _devices_of(model, memory, card)
-    first = devices[0].card
+    first = next((d.card for d in devices if d.budget.device != 0), devices[0].card)
     rounding = 1 if first.kind.type == "cpu" else CARD_ROUNDING
     request = Request(
         model=model,
@@ -141,15 +147,20 @@ def _answer(request: Request, directory: str | None, *, longest: bool) -> Plan:
         values=tuple(saved_values(situation.tokens, *sizes)) if sizes else (),
         shares=tuple(request.shares(forecast, option.step) or ()),
         longest_tokens=reach,
-        notes=(*_notes(forecast), *forecast.notes(option.policy)),
+        notes=(*_notes(forecast, option, directory), *forecast.notes(option.policy)),
     )
 
 
-def _notes(forecast: Forecast) -> list[str]:
+def _notes(forecast: Forecast, option: Option, directory: str | None) -> list[str]:
+    notes = []
     known, tokens = hf.positions_of(forecast.outline.model), forecast.situation.tokens
-    if known is None or tokens <= known:
-        return []
-    return [f"{forecast.outline.name} knows {known:,} positions; {tokens:,} tokens need more"]
+    if known is not None and tokens > known:
+        notes.append(
+            f"{forecast.outline.name} knows {known:,} positions; {tokens:,} tokens need more"
+        )
+    if option.spilled_bytes and directory is None:
+        notes.append("give disk= a directory, not a size, for a policy that can be run")
+    return notes
 
 
 def _devices_of(
@@ -167,17 +178,31 @@ def _devices_of(
         if limit is None and (card is not None or (found.memory_gib and _is_on_card(model))):
             limit = found.memory_bytes
         return [Device("device", _budget(found, limit), found)]
+    sizes = {_card_name(name): parse_bytes(size) for name, size in memory.items()}
+    cards = {_card_name(n): c for n, c in card.items()} if isinstance(card, Mapping) else {}
+    if unknown := set(cards) - set(sizes):
+        raise ValueError(
+            f"plan: expected cards among {sorted(sizes)}, got {sorted(unknown)}. Give memory a "
+            "size for each."
+        )
     devices = []
-    for name, size in memory.items():
-        named = card.get(name) if isinstance(card, Mapping) else card
-        found = device_card(named)
-        devices.append(Device(str(name), _budget(found, parse_bytes(size)), found))
+    for name, size in sizes.items():
+        found = device_card(cards.get(name) if isinstance(card, Mapping) else card)
+        devices.append(Device(name, _budget(found, size), found))
     if not any(device.budget.device for device in devices):
         raise ValueError(
             f"plan: expected memory of at least one card, got {dict(memory)}. Give a size such as "
             "{'cuda:0': '16GB'}."
         )
     return devices
+
+
+def _card_name(name: Any) -> str:
+    """Returns the name of a card, `cuda:N`, also where it is given as a number."""
+    text = f"cuda:{name}" if isinstance(name, int) and not isinstance(name, bool) else str(name)
+    if not re.fullmatch(r"cuda:\d+", text):
+        raise ValueError(f"plan: expected the names of cards as 'cuda:0', got {name!r}.")
+    return text
 
 
 def device_card(name: str | None) -> Card:
@@ -187,7 +212,7 @@ def device_card(name: str | None) -> Card:
 
 def _budget(card: Card, limit: int | None) -> Budget:
     if card.kind.type == "cpu":
-        return Budget(device=limit, reserve=HOST_RESERVE_BYTES, fragmentation=0.0)
+        return Budget(limit, reserve=HOST_RESERVE_BYTES, fragmentation=0.0, shared=True)
     return Budget(device=limit)
 
 
@@ -218,10 +243,13 @@ def _is_on_card(model: Any) -> bool:
 
 
 def _disk_bytes(disk: Size | os.PathLike[str] | None) -> int | None:
-    """Returns what a drive may take: 0 without one, None for a directory, which says it later."""
+    """Returns what a drive may take: 0 without one, most of what is free in a directory."""
     if disk is None:
         return 0
-    return None if _directory_of(disk) is not None else parse_bytes(disk)  # type: ignore[arg-type]
+    directory = _directory_of(disk)
+    if directory is not None:
+        return free_disk_bytes(directory)
+    return parse_bytes(disk)  # type: ignore[arg-type]
 
 
 def _directory_of(disk: Size | os.PathLike[str] | None) -> str | None:

@@ -88,8 +88,11 @@ class Forecast:
         return self.situation.batch * tokens * sizes[0] * sizes[1]
 
     def notes(self, policy: Policy) -> tuple[str, ...]:
-        """Returns what a short step warns of."""
-        return self._recorded(policy, min(self.situation.tokens, policy.tile_tokens)).notes
+        """Returns what the step warns of."""
+        tokens = self.situation.tokens
+        if policy.mode == "auto" and tokens > LONG_RUN_TILES * policy.tile_tokens:
+            tokens = SHORT_TILES * policy.tile_tokens
+        return self._recorded(policy, tokens).notes
 
     @functools.cached_property
     def after_layers(self) -> set[str]:
@@ -208,6 +211,9 @@ def extrapolated(short: Recording, long: Recording, lengths: _Lengths) -> Record
         between(short.before, long.before),
         [between(a, b) for a, b in zip(short.forward, long.forward, strict=True)],
         between(short.head, long.head),
-        [between(a, b) for a, b in zip(short.backward, long.backward, strict=True)],
+        [
+            None if a is None or b is None else between(a, b)
+            for a, b in zip(short.backward, long.backward, strict=True)
+        ],
         short.notes,
     )

@@ -80,7 +80,7 @@ class _Product(torch.autograd.Function):
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether a linear layer's weight is not a plain floating-point tensor."""
-    weight = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")  # not one that is computed from others
     if not isinstance(module, nn.Linear) or weight is None:
         return False
     plain = type(weight) is nn.Parameter and type(weight.data) is torch.Tensor

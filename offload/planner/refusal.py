@@ -73,7 +73,12 @@ def _remedies(request: Request, forecast: Forecast, option: Option) -> Iterator[
         yield from _if_it_fits(request, option, "weights in 4 bits (four_bit=True)", four_bit=True)
     if not request.several:
         need = request.budget.device_need(option.step)
-        yield f"a card of {_rounded_up(need)}"
+        short = (
+            ""
+            if request.budget.host_fits(option.step)
+            else (f" and host='{_rounded_up(option.step.host_bytes)}'")
+        )
+        yield f"a card of {_rounded_up(need)}{short}"
 
 
 def _if_it_fits(

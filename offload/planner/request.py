@@ -81,6 +81,7 @@ class Request:
             dtype=self.dtype,
             lora=self.lora if lora is None else lora,
             four_bit=self.four_bit if four_bit is None else four_bit,
+            train=self.situation.train,
         )
         return Forecast(outline, self.situation, self.optimizer, self.call)
 

@@ -187,7 +187,11 @@ def purpose_rows(step: Step, budget: Budget) -> list[tuple[str, ...]]:
     ]
     need = budget.device_need(step)
     rows.append(("sum", format_bytes(step.peak_bytes)))
-    rows.append(("lost between blocks", format_bytes(need - budget.reserve - step.peak_bytes)))
+    if budget.shared:
+        rows.append(("arena, in the same memory", format_bytes(step.host_bytes)))
+    else:
+        lost = need - budget.reserve - step.peak_bytes
+        rows.append(("lost between blocks", format_bytes(lost)))
     rows.append(("context and workspaces", format_bytes(budget.reserve)))
     rows.append(("needed", format_bytes(need)))
     if budget.device is not None:

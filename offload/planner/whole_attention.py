@@ -36,15 +36,14 @@ def fused_on_meta() -> Iterator[None]:
 
     def fused(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not query.is_meta or current_route() is not None:
-            return original(query, *args, **kwargs)
+            return _TORCH_ATTENTION(query, *args, **kwargs)
         return _attention(query, *args, **kwargs)
 
-    original = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = fused
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = original
+        F.scaled_dot_product_attention = _TORCH_ATTENTION
 
 
 def _attention(

@@ -114,9 +114,10 @@ def interval_mask(
     causal = function_of("transformers.masking_utils", "causal_mask_function")
     padded = attention_mask is not None and not bool(attention_mask.all())
     window_size = _window_of(mask_function)
-    if not padded and (mask_function in (None, causal) or window_size is not None):
-        if offset + q_length > kv_length or offset < 0:
-            return None
+    inside = 0 <= offset <= kv_length - q_length
+    if not padded and mask_function in (None, causal) and not inside:
+        return None
+    if not padded and inside and (mask_function in (None, causal) or window_size is not None):
         host = causal_intervals(offset, q_length, window_size=window_size)
         return with_host_copy(host.to(device), host)
     if options.get("use_vmap") or mask_function is None:
