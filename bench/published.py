@@ -28,8 +28,9 @@ UNSLOTH_8B = {8: 2_972, 12: 21_848, 16: 40_724}
 """Longest input of Llama-3.1-8B, 4-bit LoRA of rank 32, by GiB of the card (its README, 2025)."""
 CARDS_GIB = (8, 12, 16)
 LORA_RANK = 32
-LENGTHS = (32_768, 65_536)
-"""Of the two steps whose difference is what a token takes."""
+WHOLE_LENGTHS, TILED_LENGTHS = (131_072, 262_144), (524_288, 1_048_576)
+"""Of the two steps whose difference is what a token takes: so long that layers, not the head with
+its gradient in float32, are where most is taken."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,11 +80,11 @@ def token_bytes() -> Iterator[Row]:
         Policy(mode="checkpoint", tier="host", loss_chunk_tokens=chunk),
         Policy(mode="auto", tier="host", loss_chunk_tokens=chunk),
     ]
-    situation = Situation(LENGTHS[0], 1, True, find_card("H200").kind, 512)
+    situation = Situation(WHOLE_LENGTHS[0], 1, True, find_card("H200").kind, 512)
     forecast = Forecast(outline_of("llama-3.1-8b"), situation)
     for (name, published), policy in zip(ALST.items(), ways, strict=True):
-        short, long = (forecast.step(policy, tokens) for tokens in LENGTHS)
-        parts = _grown(short, long)
+        lengths = WHOLE_LENGTHS if policy.mode == "checkpoint" else TILED_LENGTHS
+        parts = _grown(*(forecast.step(policy, tokens) for tokens in lengths), *lengths)
         yield {
             "what": "bytes a token",
             "way": name,
@@ -93,7 +94,7 @@ def token_bytes() -> Iterator[Row]:
         }
 
 
-def _grown(short: Any, long: Any) -> dict[str, float]:
+def _grown(short: Any, long: Any, few: int, many: int) -> dict[str, float]:
     """Returns KB a token by purpose, where activations take most.
 
     Gradients of weights are left out, as they are of the published figures, whose step hands them
@@ -107,9 +108,8 @@ def _grown(short: Any, long: Any) -> dict[str, float]:
         max(([segment.peak[i] for i in kept] for segment in step.segments), key=sum)
         for step in (short, long)
     ]
-    tokens = LENGTHS[1] - LENGTHS[0]
     grown = zip((PURPOSES[i].value for i in kept), *peaks, strict=True)
-    return {name: round((b - a) / tokens / 1e3, 1) for name, a, b in grown if b != a}
+    return {name: round((b - a) / (many - few) / 1e3, 1) for name, a, b in grown if b != a}
 
 
 def longest_inputs(preset: str) -> Iterator[Row]:
