@@ -42,7 +42,7 @@ def test_an_eight_billion_model_is_spread_over_five_unequal_cards():
     assert len(list(itertools.groupby(layers))) == len(set(layers))  # neighbours stay together
     assert placed[outline.named[0][0]] == placed[next(n for n in placed if "embed_tokens" in n)]
     head = next(n for n in placed if n.endswith("lm_head"))
-    assert placed[head] == placed[next(n for n in placed if n.endswith("model.norm"))] == layers[-1]
+    assert placed[head] == placed[next(n for n in placed if n.endswith("model.norm"))]
 
 
 def test_a_card_that_is_given_nothing_gets_nothing():
