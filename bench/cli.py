@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from bench import attention, codec, forward, kernels, plan, plot, published, step, store
+from offload.cli import commands
 
 COMMANDS = {
     "step": step,
@@ -22,13 +23,7 @@ COMMANDS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser with one subparser for each registered command."""
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
-        module.add_arguments(subparser)
-    return parser
+    return commands.build_parser("python -m bench", __doc__, COMMANDS)
 
 
 def main(argv: list[str] | None = None) -> int:

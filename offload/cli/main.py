@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
 from offload.cli import cards, doctor, plan
+from offload.cli.commands import build_parser
 from offload.errors import DoesNotFit
 
 COMMANDS: dict[str, Any] = {"plan": plan, "doctor": doctor, "cards": cards}
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser with one subparser for each command."""
-    parser = argparse.ArgumentParser(prog="offload", description=__doc__)
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").strip().splitlines()[0]
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
-        module.add_arguments(subparser)
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0; 1 where nothing fits, or the doctor finds something broken; 2 for wrong
         arguments, and where a package is missing that they need.
     """
-    args = build_parser().parse_args(argv)
+    args = build_parser("offload", __doc__, COMMANDS).parse_args(argv)
     try:
         status: int = COMMANDS[args.command].run(args)
     except DoesNotFit as error:

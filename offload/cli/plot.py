@@ -60,11 +60,12 @@ def draw(args: argparse.Namespace, made: Plan) -> None:
         "checkpointed, inputs on the host": Policy(
             mode="checkpoint", tier="host", loss_chunk_tokens=0
         ),
-        f"planned: {describe(made.policy)}": made.policy,
     }
+    steps = {name: forecast.step(policy) for name, policy in ways.items()}
+    steps[f"planned: {describe(made.policy)}"] = made.step
     figure, panels = pyplot.subplots(2, 2, figsize=(13, 8), layout="constrained")
-    for axes, (name, policy) in zip(panels.flat, ways.items(), strict=True):
-        _draw_step(axes, forecast.step(policy), card, name)
+    for axes, (name, step) in zip(panels.flat, steps.items(), strict=True):
+        _draw_step(axes, step, card, name)
         if made.budget.device is not None:
             limit = made.budget.device - made.budget.reserve
             axes.axhline(limit / _GIB, color="black", linestyle="--", linewidth=1)

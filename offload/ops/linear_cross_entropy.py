@@ -336,7 +336,7 @@ def linear_cross_entropy(
             logit_scale,
             z_loss,
             reduction if num_items_in_batch is None else "sum",
-            _chunk_tokens_for(weight) if chunk_tokens is None else chunk_tokens,
+            chunk_tokens_for(weight.shape[0]) if chunk_tokens is None else chunk_tokens,
             hidden.dtype,
         ),
     )
@@ -361,8 +361,9 @@ def linear_cross_entropy(
     return loss / (num_items_in_batch or 1)
 
 
-def _chunk_tokens_for(weight: torch.Tensor) -> int:
-    return max(1, _CHUNK_BYTES // (4 * max(1, weight.shape[0])))
+def chunk_tokens_for(vocabulary: int) -> int:
+    """Returns how many tokens' logits, in float32, make a chunk of the usual size."""
+    return max(1, _CHUNK_BYTES // (4 * max(1, vocabulary)))
 
 
 def _options_of(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> _Options:

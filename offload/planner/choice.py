@@ -116,7 +116,7 @@ def choose(
     budget: Budget,
     card: Card,
     groups: list[list[Policy]],
-    fits: Callable[[Option], bool] | None = None,
+    fits: Callable[[Step], bool],
 ) -> Option | None:
     """Finds the fastest option of the first group in which one fits.
 
@@ -125,17 +125,16 @@ def choose(
         budget: what they may take.
         card: what they run on.
         groups: of `candidates`.
-        fits: decides instead of the budget of one device.
+        fits: whether the devices take a step.
 
     Returns:
         The option; None where nothing fits.
     """
-    fits = fits or (lambda option: budget.device_fits(option.step))
     for group in groups:
         fitting = []
         for policy in _worth_trying(group, forecast, budget):
             option = consider(forecast, budget, card, policy)
-            if fits(option) and budget.host_fits(option.step):
+            if fits(option.step) and budget.host_fits(option.step):
                 fitting += [option, *_with_more_kept(forecast, budget, card, option, fits)]
         if fitting:
             return min(fitting, key=lambda option: option.timing.step_s)
@@ -173,7 +172,7 @@ def _worth_trying(group: list[Policy], forecast: Forecast, budget: Budget) -> It
 
 
 def _with_more_kept(
-    forecast: Forecast, budget: Budget, card: Card, option: Option, fits: Callable[[Option], bool]
+    forecast: Forecast, budget: Budget, card: Card, option: Option, fits: Callable[[Step], bool]
 ) -> Iterator[Option]:
     """Where copies set the pace, keeps the inputs of more layers at the end on the device."""
     timing, layers = option.timing, len(forecast.outline.named)
@@ -183,7 +182,7 @@ def _with_more_kept(
         if kept < layers:
             policy = replace(option.policy, keep_last=kept)
             more = consider(forecast, budget, card, policy)
-            if not fits(more):
+            if not fits(more.step):
                 return
             yield more
 

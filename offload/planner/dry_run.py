@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,9 +20,6 @@ from offload.planner.ledger import Ledger, Purpose, Segment
 from offload.planner.paper_store import PaperStore
 from offload.planner.whole_attention import fused_on_meta
 from offload.policy import Policy
-
-_one_at_a_time = threading.RLock()
-"""A dry run replaces a function of torch and collects warnings, both for the whole process."""
 
 Call = Callable[[nn.Module, torch.Tensor], Any]
 """Runs a model on token ids `[B, S]` and returns its loss, or without gradients anything."""
@@ -87,9 +83,8 @@ def dry_run(
     store = PaperStore(ledger)
     ledger.at_end = store.enter
     with (
-        _one_at_a_time,
         meta_stands_for(situation.kind),
-        fused_on_meta(),
+        fused_on_meta(),  # before the warnings: it lets one thread in at a time
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")

@@ -169,7 +169,7 @@ def outline_of(
         made.train()
     named = [(found, made.get_submodule(found)) for found in names]
     if four_bit:
-        quantise(made, [layer for _, layer in named])
+        quantise([layer for _, layer in named])
     return Outline(made, named, str(name))
 
 

@@ -98,11 +98,11 @@ def plan(
     check_optimizer("plan", optimizer)
     several = isinstance(memory, Mapping)
     devices = _devices_of(model, memory, card)
-    first = next((d.card for d in devices if d.budget.device != 0), devices[0].card)
-    rounding = 1 if first.kind.type == "cpu" else CARD_ROUNDING
+    kind = next((d.card.kind for d in devices if d.budget.device != 0), devices[0].card.kind)
+    rounding = 1 if kind.type == "cpu" else CARD_ROUNDING
     request = Request(
         model=model,
-        situation=Situation(tokens, batch, train, first.kind, rounding),
+        situation=Situation(tokens, batch, train, kind, rounding),
         optimizer=optimizer if train else "none",
         devices=tuple(devices),
         several=several,
@@ -124,7 +124,6 @@ def _answer(request: Request, directory: str | None, *, longest: bool) -> Plan:
     if option is None:
         raise refusal(request, forecast)
     budget, situation = request.budget, request.situation
-    first = request.devices[0].card
     sizes = forecast.outline.sizes()
     reach = (
         longest_tokens(forecast, request.leanest(forecast), request.step_fits(forecast))
@@ -137,8 +136,8 @@ def _answer(request: Request, directory: str | None, *, longest: bool) -> Plan:
         batch=situation.batch,
         train=situation.train,
         optimizer=request.optimizer,
-        card=first.name,
-        balance=first.balance,
+        card=request.card.name,
+        balance=request.card.balance,
         budget=budget,
         policy=policy_for(option, budget, directory),
         step=option.step,
@@ -175,7 +174,7 @@ def _devices_of(
             )
         found = device_card(card) if card is not None else _card_of(model)
         limit = None if memory is None else _memory_bytes(memory)
-        if limit is None and (card is not None or (found.memory_gib and _is_on_card(model))):
+        if limit is None and (card is not None or _device_of(model).type == "cuda"):
             limit = found.memory_bytes
         return [Device("device", _budget(found, limit), found)]
     sizes = {_card_name(name): parse_bytes(size) for name, size in memory.items()}
@@ -225,10 +224,9 @@ def _memory_bytes(memory: Size) -> int:
 
 def _card_of(model: Any) -> Card:
     """Returns what a model's own device is, timed; a typical card where it has none."""
-    parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    if parameter is None or parameter.is_meta:
+    device = _device_of(model)
+    if device.type == "meta":
         return TYPICAL
-    device = parameter.device
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = next(floating, torch.float32)
     if device.type == "cuda":
@@ -237,9 +235,10 @@ def _card_of(model: Any) -> Card:
     return calibrated(HOST, device, dtype)
 
 
-def _is_on_card(model: Any) -> bool:
+def _device_of(model: Any) -> torch.device:
+    """Returns the device of a module's first parameter; meta where there is none."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return parameter is not None and parameter.is_cuda
+    return torch.device("meta") if parameter is None else parameter.device
 
 
 def _disk_bytes(disk: Size | os.PathLike[str] | None) -> int | None:

@@ -69,13 +69,13 @@ class Forecast:
             peak of a segment grows by the same bytes with each tile.
         """
         tokens = self.situation.tokens if tokens is None else tokens
-        by_tiles = policy.mode in ("auto", "tiled")
-        if by_tiles and tokens > LONG_RUN_TILES * policy.tile_tokens:
-            lengths = (SHORT_TILES * policy.tile_tokens, LONG_TILES * policy.tile_tokens)
-            short, long = (self._recorded(policy, length) for length in lengths)
-            recording = extrapolated(short, long, _Lengths(*lengths, tokens))
-        else:
-            recording = self._recorded(policy, tokens)
+        lengths = _run_lengths(policy, tokens)
+        recordings = [self._recorded(policy, length) for length in lengths]
+        recording = recordings[0]
+        if len(recordings) == 2:
+            recording = extrapolated(
+                recording, recordings[1], _Lengths(lengths[0], lengths[1], tokens)
+            )
         layers = stand_ins(self._kinds, len(recording.forward), policy.keep_last)
         return compose(recording, layers, self.held)
 
@@ -89,10 +89,8 @@ class Forecast:
 
     def notes(self, policy: Policy) -> tuple[str, ...]:
         """Returns what the step warns of."""
-        tokens = self.situation.tokens
-        if policy.mode == "auto" and tokens > LONG_RUN_TILES * policy.tile_tokens:
-            tokens = SHORT_TILES * policy.tile_tokens
-        return self._recorded(policy, tokens).notes
+        run = _run_lengths(policy, self.situation.tokens)[0]
+        return self._recorded(policy, run).notes
 
     @functools.cached_property
     def after_layers(self) -> set[str]:
@@ -125,6 +123,14 @@ class Forecast:
             situation = replace(self.situation, tokens=tokens)
             self._recordings[key] = dry_run(model, named, policy, situation, self._call)
         return self._recordings[key]
+
+
+def _run_lengths(policy: Policy, tokens: int) -> list[int]:
+    """Returns the tokens of the dry runs that tell of a step: its own, or those of two shorter."""
+    tile = policy.tile_tokens
+    if policy.mode in ("auto", "tiled") and tokens > LONG_RUN_TILES * tile:
+        return [SHORT_TILES * tile, LONG_TILES * tile]
+    return [tokens]
 
 
 def held_by(outline: Outline, optimizer: str, situation: Situation) -> Held:

@@ -87,12 +87,11 @@ def is_quantised(module: nn.Module) -> bool:
     return not (plain and weight.is_floating_point())
 
 
-def quantise(model: nn.Module, within: list[nn.Module]) -> None:
-    """Makes the linear layers of a meta model as if loaded in 4 bits, adapters excepted.
+def quantise(within: list[nn.Module]) -> None:
+    """Makes frozen linear layers on meta as if loaded in 4 bits.
 
     Args:
-        model: gives the dtype of the products; changed in place.
-        within: modules whose frozen linear layers are replaced, such as the layers.
+        within: modules whose linear layers are replaced, such as the layers.
     """
     for part in within:
         for parent in list(part.modules()):

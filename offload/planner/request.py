@@ -10,6 +10,8 @@ import torch
 
 from offload.adapters import transformers as hf
 from offload.discovery import Selection
+from offload.ops.linear_cross_entropy import chunk_tokens_for
+from offload.planner.cards import Card
 from offload.planner.choice import (
     Budget,
     Option,
@@ -25,9 +27,6 @@ from offload.planner.outline import outline_of
 from offload.planner.placement import Device, Share, parts_of, place
 from offload.planner.prediction import Forecast
 from offload.policy import Codecs, Policy
-
-_CHUNK_BYTES = 128 << 20
-"""Of a chunk of logits in float32."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,12 @@ class Request:
     call: Call | None
 
     @property
+    def card(self) -> Card:
+        """The card that code is run for and times are told of: the first that has memory."""
+        used = (device.card for device in self.devices if device.budget.device != 0)
+        return next(used, self.devices[0].card)
+
+    @property
     def budget(self) -> Budget:
         """What the step may take of one device, the host and the disk."""
         budget = replace(self.devices[0].budget, host=self.host, disk=self.disk)
@@ -88,11 +93,11 @@ class Request:
     def choose(self, forecast: Forecast) -> Option | None:
         """Returns the fastest way that fits; lossless if there is one, else with the codec."""
         groups = self._groups(forecast)
-        card = self.devices[0].card
-        fits = self.option_fits(forecast)
-        option = choose(forecast, self.budget, card, groups, fits)
+        fits = self.device_fits(forecast)
+        option = choose(forecast, self.budget, self.card, groups, fits)
         if option is None and self.codec is not None:
-            option = choose(forecast, self.budget, card, with_codec(groups, self.codec), fits)
+            groups = with_codec(groups, self.codec)
+            option = choose(forecast, self.budget, self.card, groups, fits)
         return option
 
     def leanest(self, forecast: Forecast) -> Policy:
@@ -101,12 +106,7 @@ class Request:
 
     def consider(self, forecast: Forecast, policy: Policy) -> Option:
         """Returns what a policy takes, whether it fits or not."""
-        return consider(forecast, self.budget, self.devices[0].card, policy)
-
-    def option_fits(self, forecast: Forecast) -> Callable[[Option], bool]:
-        """Returns what decides whether the devices take an option."""
-        fits = self.device_fits(forecast)
-        return lambda option: fits(option.step)
+        return consider(forecast, self.budget, self.card, policy)
 
     def device_fits(self, forecast: Forecast) -> Callable[[Step], bool]:
         """Returns what decides whether the devices take a step."""
@@ -128,5 +128,5 @@ class Request:
 
     def _groups(self, forecast: Forecast) -> list[list[Policy]]:
         vocabulary = hf.vocabulary_of(forecast.outline.model)
-        chunk = max(1, _CHUNK_BYTES // (4 * vocabulary)) if vocabulary else None
+        chunk = chunk_tokens_for(vocabulary) if vocabulary else None
         return candidates(Policy(loss_chunk_tokens=chunk), train=self.situation.train)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from offload.ops._torch import per_head
 from offload.ops.routing import current_route
 
 _aten = torch.ops.aten
+_one_at_a_time = threading.RLock()
 _TORCH_ATTENTION = F.scaled_dot_product_attention
 _MATH = 0
 """What `torch._fused_sdp_choice` calls the plain formula."""
@@ -28,7 +30,8 @@ def fused_on_meta() -> Iterator[None]:
     """Makes `scaled_dot_product_attention` of meta tensors take a fused kernel, for a while.
 
     The function is replaced, since a mode of functions is not entered in backward, where layers are
-    recomputed. Other tensors are passed on as they are.
+    recomputed. That is for the whole process, so one thread at a time is let in; what other tensors
+    ask for is passed on.
 
     Yields:
         Nothing.
@@ -39,11 +42,12 @@ def fused_on_meta() -> Iterator[None]:
             return _TORCH_ATTENTION(query, *args, **kwargs)
         return _attention(query, *args, **kwargs)
 
-    F.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = _TORCH_ATTENTION
+    with _one_at_a_time:
+        F.scaled_dot_product_attention = fused
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = _TORCH_ATTENTION
 
 
 def _attention(

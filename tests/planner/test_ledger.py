@@ -158,6 +158,22 @@ def test_a_copy_out_holds_its_source_until_the_store_is_next_called():
     assert e.host_peak == 0
 
 
+def test_keeping_what_backward_needs_first_lets_finished_sources_go():
+    ledger = Ledger()
+    store = PaperStore(ledger)
+    with meta_stands_for(DeviceKind("cpu")), ledger:
+        ledger.begin("a")
+        out = store.offload(meta(1024))
+        ledger.begin("b")
+        kept = store.keep(meta(16), in_order=True)
+        ledger.begin("c")
+        ledger.finish()
+    assert sum(ledger.segments[0].end) == 4096
+    assert sum(ledger.segments[1].end) == 64
+    assert out.nbytes == 4096
+    assert kept.tier == "device"
+
+
 class TestShapeCache:
     OPERATORS = [
         lambda x: x + 1,
